@@ -1,0 +1,43 @@
+"""Published drafter families: each module recognises one by content and turns it into canonical config and tensors."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from . import deepspec
+from .files import OpenedCheckpoint, local_folder, read_tensors
+
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, own_embeddings: bool = False, **kwargs: Any
+) -> OpenedCheckpoint | None:
+    """
+    Recognises a checkpoint by its configuration's content, never by its name.
+
+    Returns:
+        `OpenedCheckpoint`, or `None` when it is canonical and Transformers can open it as it is.
+
+    Raises:
+        ValueError: not a drafter of a known family.
+        NotImplementedError: a known family, or an option of one, that cannot run yet.
+    """
+    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    raw, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    if raw.get("model_type") == "dspark":
+        return None
+    if deepspec.recognises(raw):
+        return deepspec.convert(raw, read_tensors(local_folder(path, **hub)), own_embeddings=own_embeddings)
+    raise ValueError(
+        f"{path} is not a drafter that this version can open: model_type={raw.get('model_type')!r}, "
+        f"architectures={raw.get('architectures')}. It opens canonical DSpark checkpoints and the official DeepSpec ones "
+        f"({', '.join(deepspec.ARCHITECTURES)})."
+    )
+
+
+__all__ = ["OpenedCheckpoint", "open_checkpoint"]

@@ -1,0 +1,148 @@
+"""Configuration of a DSpark drafter: what a checkpoint says about itself, and nothing about machines or targets' weights."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+BACKBONES = ("qwen3", "gemma4")
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+
+class DSparkConfig(PreTrainedConfig):
+    r"""
+    Canonical configuration of a [`DSparkDrafter`].
+
+    Args:
+        vocab_size (`int`): Vocabulary of the target.
+        draft_vocab_size (`int`, *optional*): Number of tokens the drafter can propose. Defaults to `vocab_size`; a smaller
+            value needs the tensor `d2t` in the checkpoint (target id minus draft id, one per draft id).
+        hidden_size (`int`): Width of the drafter and of the target's embedding and head, which it shares.
+        intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`): Geometry of the
+            backbone; `num_attention_heads * head_dim` need not equal `hidden_size`.
+        backbone_type (`str`): `"qwen3"` (pre-norm, QK-norm) or `"gemma4"` (sandwich norms, value norm, layer scalar,
+            attention scaling 1).
+        attention_k_eq_v (`bool`): Gemma4 only: values are the un-normed keys; there is no value projection.
+        final_logit_softcapping (`float`, *optional*): `cap * tanh(logits / cap)` on the base logits.
+        embedding_scale (`float`): Factor on rows of the drafter's own embedding table. A target's embedding brings its own.
+        hidden_act, rms_norm_eps, attention_bias, max_position_embeddings, rope_parameters, initializer_range: As in
+            Transformers' models.
+        block_size (`int`): gamma, the number of drafted tokens.
+        mask_token_id (`int`): Token fed at block rows after the anchor.
+        target_layer_ids (`list[int]`): Taps: 0-based target layers whose outputs are read; -1 is the embedding output.
+        target_hidden_size (`int`, *optional*): Width of one tap. Defaults to `hidden_size`.
+        num_target_layers (`int`, *optional*): Layers of the target that the drafter was trained for.
+        sample_from_anchor (`bool`): Layout A: row k of the block predicts position anchor+k+1.
+        layout_source (`str`): How the layout was decided when the checkpoint was opened.
+        markov_rank (`int`): Rank of the sequential head; 0 for none.
+        markov_head_type (`str`): `"vanilla"`, `"gated"` or `"rnn"`.
+        enable_confidence_head (`bool`): Whether a confidence head exists.
+        confidence_head_with_markov (`bool`): Whether it also reads the previous token's Markov embedding.
+        confidence_temperatures (`list[float]`, *optional*): One temperature per block position that divides the confidence
+            logit (sequential temperature scaling). `None` means 1.
+        own_embeddings (`bool`): Whether the drafter holds its own embedding and head. By default it borrows the target's.
+
+    Raises:
+        ValueError: a field, or a combination of fields, that no drafter can have.
+
+    Source: DSpark paper, sections on the drafter; field names of the official release where it has one.
+    """
+
+    model_type = "dspark"
+
+    vocab_size: int = 32000
+    draft_vocab_size: int | None = None
+    hidden_size: int = 1024
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    backbone_type: str = "qwen3"
+    attention_k_eq_v: bool = False
+    final_logit_softcapping: float | None = None
+    embedding_scale: float = 1.0
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    max_position_embeddings: int = 32768
+    rope_parameters: dict[str, Any] | None = None
+    initializer_range: float = 0.02
+    block_size: int = 7
+    mask_token_id: int = 0
+    target_layer_ids: list[int] | None = None
+    target_hidden_size: int | None = None
+    num_target_layers: int | None = None
+    sample_from_anchor: bool = True
+    layout_source: str = "canonical"
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    confidence_temperatures: list[float] | None = None
+    own_embeddings: bool = False
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.target_layer_ids is None:
+            self.target_layer_ids = [-1]
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        super().__post_init__(**kwargs)
+        self._check()
+
+    def _check(self) -> None:
+        problems = []
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "block_size"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name}={getattr(self, name)} must be at least 1")
+        if self.backbone_type not in BACKBONES:
+            problems.append(f"backbone_type={self.backbone_type!r} must be one of {BACKBONES}")
+        if self.num_attention_heads % max(self.num_key_value_heads or 1, 1):
+            problems.append(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.markov_rank < 0:
+            problems.append(f"markov_rank={self.markov_rank} must be 0 (no sequential head) or more")
+        if self.markov_rank and self.markov_head_type not in MARKOV_HEADS:
+            problems.append(f"markov_head_type={self.markov_head_type!r} must be one of {MARKOV_HEADS}")
+        if self.enable_confidence_head and self.confidence_head_with_markov and self.markov_rank == 0:
+            problems.append("confidence_head_with_markov=True needs markov_rank > 0")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            problems.append(f"mask_token_id={self.mask_token_id} must lie in 0..{self.vocab_size - 1}")
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            problems.append(f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}")
+        if not self.target_layer_ids or min(self.target_layer_ids) < -1:
+            problems.append(f"target_layer_ids={self.target_layer_ids} must name target layers from -1 (embedding) up")
+        if len(set(self.target_layer_ids)) != len(self.target_layer_ids):
+            problems.append(f"target_layer_ids={self.target_layer_ids} names a layer twice")
+        temperatures = self.confidence_temperatures
+        if temperatures is not None and (len(temperatures) != self.block_size or min(temperatures) <= 0):
+            problems.append(f"confidence_temperatures={temperatures} must hold {self.block_size} positive numbers")
+        if problems:
+            raise ValueError("DSparkConfig: " + "; ".join(problems) + ".")
+
+    @property
+    def num_taps(self) -> int:
+        """Number of target layers that the drafter reads."""
+        return len(self.target_layer_ids)
+
+    @property
+    def has_reduced_vocabulary(self) -> bool:
+        """Whether the drafter proposes from a subset of the target's vocabulary."""
+        return self.draft_vocab_size < self.vocab_size
+
+
+__all__ = ["DSparkConfig"]
