@@ -1,0 +1,51 @@
+"""
+DSpark speculative decoding for Hugging Face Transformers.
+
+The names below are imported on first use, so that `import transformers_dspark` costs little more than
+`import transformers` and loads neither PyTorch nor Triton.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+
+__version__ = "0.1.0"
+
+# public name -> the module that defines it
+_EXPORTS = {
+    "DSparkCandidateGenerator": "candidates",
+    "DSparkConfig": "configuration_dspark",
+    "DSparkDrafter": "modeling_dspark",
+    "DSparkGenerationConfig": "generation_config",
+    "GenerationStats": "telemetry",
+}
+
+__all__ = [
+    "DSparkCandidateGenerator",
+    "DSparkConfig",
+    "DSparkDrafter",
+    "DSparkGenerationConfig",
+    "GenerationStats",
+    "__version__",
+]
+
+if TYPE_CHECKING:
+    from .candidates import DSparkCandidateGenerator
+    from .configuration_dspark import DSparkConfig
+    from .generation_config import DSparkGenerationConfig
+    from .modeling_dspark import DSparkDrafter
+    from .telemetry import GenerationStats
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

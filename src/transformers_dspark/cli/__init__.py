@@ -1,0 +1,117 @@
+"""
+The `dspark` command: finds the subcommand, turns bad input into one line and an exit code.
+
+A subcommand is a module of this package with three names: `HELP` (one line), `add_arguments(parser)` and
+`run(args) -> int` (the exit code). It is imported only when it is asked for, apart from `dspark --help`, which reads
+every `HELP`; so those modules import PyTorch and Transformers inside `run`.
+
+What this file deliberately does not know: models, and what any subcommand does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .. import __version__
+
+
+COMMANDS: tuple[str, ...] = ()
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class UsageError(ValueError):
+    """
+    Input of the user's that cannot be used.
+
+    The message says what was given, what is allowed and what to do; it is shown as one line, without a traceback.
+    """
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports an error in one line: argparse would print the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--json FILE` that every subcommand has; `write_json` writes there."""
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the result to FILE as JSON ('-': standard output)"
+    )
+
+
+def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
+    """
+    Writes a result where `--json` points; does nothing without the option.
+
+    Args:
+        path (`Path`, *optional*): The file, made or replaced; `-` stands for standard output.
+        result (`Mapping[str, Any]`): What `json` can write.
+
+    Raises:
+        `OSError`: The file cannot be written.
+    """
+    if path is None:
+        return
+    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+    else:
+        path.write_text(text, encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Runs the command line.
+
+    Args:
+        argv (`Sequence[str]`, *optional*): The words after `dspark`; those of the process by default.
+
+    Returns:
+        `int`: The exit code: that of the subcommand, 2 for input that cannot be used, 130 after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _build_parser(words).parse_args(words)
+        if args.command is None:
+            raise UsageError("no command given (see `dspark --help`)")
+        return _load(args.command).run(args)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stderr.close()
+        return 0
+    # How the package refuses input or misses an extra. Anything else is a fault of ours and keeps its traceback.
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+        print(f"dspark: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = _Parser(prog="dspark", description="DSpark speculative decoding for Hugging Face Transformers.")
+    parser.add_argument("--version", action="version", version=f"dspark {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    asked = next((word for word in words if not word.startswith("-")), None)
+    for name in [asked] if asked in COMMANDS else COMMANDS:
+        command = _load(name)
+        command.add_arguments(subparsers.add_parser(name, help=command.HELP, description=command.HELP))
+    return parser
+
+
+def _load(name: str) -> Any:
+    return import_module(f".{name}", __name__)
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,1 @@
+"""Measuring a target and its drafter: which models, which prompts, how fast, and how the figures are shown."""
