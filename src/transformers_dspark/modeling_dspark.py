@@ -297,6 +297,12 @@ class DSparkDrafter(PreTrainedModel):
         logits = logits if parts.logit_factor == 1.0 else logits * parts.logit_factor
         return self._softcapped(logits, parts.softcap).to(self.device)
 
+    def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The bound target's own logits `(..., vocab_size)` from its normed last states `(..., target_hidden_size)`."""
+        parts = self._bound()
+        logits = parts.head(hidden.to(parts.head.weight.dtype))[..., : self.config.vocab_size]
+        return self._softcapped(logits * parts.logit_factor, parts.softcap)
+
     @staticmethod
     def _softcapped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -414,12 +420,23 @@ class DSparkDrafter(PreTrainedModel):
                 before position k is chosen; False ends the block there, so a cut never depends on the token it drops.
         """
         width = self.config.block_size if width is None else min(width, self.config.block_size)
-        select = select or (lambda k, logits, tokens: (logits.argmax(dim=-1), logits))
         hidden = self.block_states(anchor_ids, position_ids, context)[:, :width]
+        return self.chain(anchor_ids, hidden, select=select, keep_going=keep_going)
+
+    def chain(
+        self,
+        anchor_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        *,
+        select: Select | None = None,
+        keep_going: KeepGoing | None = None,
+    ) -> Proposal:
+        """The sequential stage of [`~DSparkDrafter.propose`] over `(rows, width, hidden)` block states."""
+        select = select or (lambda k, logits, tokens: (logits.argmax(dim=-1), logits))
         base = self.unembed(hidden).float()
         previous, state = anchor_ids.to(self.device), None
         tokens, logits, confidences = anchor_ids.new_empty(anchor_ids.shape[0], 0), [], []
-        for k in range(width):
+        for k in range(hidden.shape[1]):
             embedded = None if self.markov_head is None else self.markov_head.embed(previous)
             confidence = self._confidence_at(k, hidden[:, k], embedded)
             if keep_going is not None and not keep_going(k, confidence, tokens):
