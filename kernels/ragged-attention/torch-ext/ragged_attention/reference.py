@@ -149,5 +149,5 @@ def _check(
     rising = all(first <= second for first, second in zip(starts, starts[1:]))  # noqa: RUF007 (pairwise is newer than Python 3.9)
     if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] > total or not rising:
         raise ValueError(
-            f"offsets is {starts}: it must hold {rows + 1} numbers rising from 0 to at most {total}, the packed tokens."
+            f"offsets is {starts}: it must hold {rows + 1} numbers rising from 0 to at most {total} packed tokens."
         )

@@ -1,0 +1,115 @@
+"""The command line says what is wrong in one line and never shows a traceback for bad input."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from transformers_dspark import __version__, cli
+
+
+def scripted(action) -> SimpleNamespace:
+    """A subcommand that does as it is told."""
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--size", type=int, default=1)
+        cli.add_json_option(parser)
+
+    return SimpleNamespace(HELP="does as told", add_arguments=add_arguments, run=action)
+
+
+@pytest.fixture
+def with_command(monkeypatch):
+    def install(action) -> None:
+        monkeypatch.setattr(cli, "COMMANDS", ("told",))
+        monkeypatch.setattr(cli, "_load", lambda name: scripted(action))
+
+    return install
+
+
+def raiser(error: BaseException):
+    def run(args):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (cli.UsageError("--size is -1: it must be at least 1"), "--size is -1: it must be at least 1"),
+        (ValueError("first line\n\n  second line"), "first line second line"),
+        (NotImplementedError("beams are not supported: use num_beams=1"), "beams are not supported: use num_beams=1"),
+        (FileNotFoundError(2, "No such file or directory", "x.json"), "x.json: No such file or directory"),
+        (ImportError("needs gguf"), "needs gguf"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_refusals_are_one_line(with_command, capsys, error, line) -> None:
+    with_command(raiser(error))
+    assert cli.main(["told"]) == 2
+    assert capsys.readouterr().err == f"dspark: error: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], ["no command given"]),
+        (["tolt"], ["'tolt'", "told"]),
+        (["told", "--size", "big"], ["--size", "'big'"]),
+        (["told", "--colour"], ["--colour"]),
+    ],
+)
+def test_bad_words_are_one_line(with_command, capsys, words, parts) -> None:
+    with_command(lambda args: 0)
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert all(part in err for part in parts)
+
+
+def test_faults_of_ours_keep_their_traceback(with_command) -> None:
+    with_command(raiser(KeyError("lost")))
+    with pytest.raises(KeyError):
+        cli.main(["told"])
+
+
+def test_interrupted(with_command) -> None:
+    with_command(raiser(KeyboardInterrupt()))
+    assert cli.main(["told"]) == 130
+
+
+def test_exit_code_and_json(with_command, tmp_path: Path, capsys) -> None:
+    def run(args) -> int:
+        cli.write_json(args.json, {"größe": args.size})
+        return 3
+
+    with_command(run)
+    assert cli.main(["told", "--size", "4", "--json", str(tmp_path / "a.json")]) == 3
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == '{\n  "größe": 4\n}\n'
+    assert cli.main(["told", "--json", "-"]) == 3
+    assert '"größe": 1' in capsys.readouterr().out
+    assert cli.main(["told", "--json", str(tmp_path / "none" / "a.json")]) == 2
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "transformers_dspark", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"dspark {__version__}\n"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_commands_are_quick_to_list(name: str) -> None:
+    """Help must not load PyTorch: a command imports it inside `run`."""
+    code = (
+        f"import sys; from transformers_dspark import cli; command = cli._load({name!r}); "
+        "print(command.HELP); assert 'torch' not in sys.modules and callable(command.run)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
