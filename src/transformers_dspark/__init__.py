@@ -1,14 +1,17 @@
 """
 DSpark speculative decoding for Hugging Face Transformers.
 
-The names below are imported on first use, so that `import transformers_dspark` costs little more than
-`import transformers` and loads neither PyTorch nor Triton.
+Importing this package registers the drafter with Transformers, see [`register`]. The other names below are imported on
+first use, so that `import transformers_dspark` costs little more than `import transformers` and loads neither PyTorch
+nor Triton.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from .integration import register, unregister
 
 
 __version__ = "0.1.0"
@@ -18,17 +21,23 @@ _EXPORTS = {
     "DSparkCandidateGenerator": "candidates",
     "DSparkConfig": "configuration_dspark",
     "DSparkDrafter": "modeling_dspark",
+    "DSparkGenerateOutput": "telemetry",
     "DSparkGenerationConfig": "generation_config",
     "GenerationStats": "telemetry",
+    "generate": "slot",
 }
 
 __all__ = [
     "DSparkCandidateGenerator",
     "DSparkConfig",
     "DSparkDrafter",
+    "DSparkGenerateOutput",
     "DSparkGenerationConfig",
     "GenerationStats",
     "__version__",
+    "generate",
+    "register",
+    "unregister",
 ]
 
 if TYPE_CHECKING:
@@ -36,7 +45,8 @@ if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
     from .generation_config import DSparkGenerationConfig
     from .modeling_dspark import DSparkDrafter
-    from .telemetry import GenerationStats
+    from .slot import generate
+    from .telemetry import DSparkGenerateOutput, GenerationStats
 
 
 def __getattr__(name: str) -> Any:
@@ -49,3 +59,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_EXPORTS})
+
+
+register()

@@ -1,0 +1,128 @@
+"""Options of drafting: the configuration that users write, and the record that the loop reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+LOOPS = ("auto", "transformers", "batched")
+
+
+class DSparkGenerationConfig(GenerationConfig):
+    r"""
+    [`~transformers.GenerationConfig`] with the options of DSpark. With it as `generation_config`, each of them is also
+    a keyword of
+    `generate`.
+
+    Args:
+        dspark_loop (`str`): `"transformers"` is the assisted loop of Transformers, for batch size 1; `"auto"` chooses
+            it as well in this version.
+        max_verify_tokens (`int`, *optional*): Most drafted tokens sent to the target per row and round. Defaults to
+            the drafter's block size.
+        seed (`int`, *optional*): Seeds drafts, acceptance and bonus of each call. Defaults to PyTorch's global
+            generator.
+        assistant_confidence_threshold (`float`): In 0..1: a block ends before its first token whose confidence is
+            lower. Defaults to 0.0, which never cuts. With a plain `GenerationConfig`, Transformers' own default of 0.4
+            counts as not set.
+
+    Raises:
+        ValueError: an option out of range.
+        NotImplementedError: `dspark_loop="batched"`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.dspark_loop = kwargs.pop("dspark_loop", "auto")
+        self.max_verify_tokens = kwargs.pop("max_verify_tokens", None)
+        self.seed = kwargs.pop("seed", None)
+        if kwargs.get("assistant_confidence_threshold") is None:
+            kwargs["assistant_confidence_threshold"] = 0.0
+        super().__init__(**kwargs)
+
+    def validate(self, *args: Any, **kwargs: Any) -> None:
+        super().validate(*args, **kwargs)
+        if self.dspark_loop not in LOOPS:
+            raise ValueError(f"dspark_loop={self.dspark_loop!r} must be one of {LOOPS}.")
+        if self.dspark_loop == "batched":
+            raise NotImplementedError(
+                "dspark_loop='batched' is not available in this version: use 'auto' or 'transformers', one prompt at "
+                "a time."
+            )
+        _check_range("max_verify_tokens", self.max_verify_tokens, 0, None)
+        _check_range("assistant_confidence_threshold", self.assistant_confidence_threshold, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class DraftingOptions:
+    """
+    What a call asked for, defaults resolved.
+
+    Args:
+        width (`int`): Most drafted tokens per row and round, 0..gamma.
+        confidence_threshold (`float`): In 0..1; 0.0 never cuts.
+        seed (`int`, *optional*): Seed of this call.
+    """
+
+    width: int
+    confidence_threshold: float = 0.0
+    seed: int | None = None
+
+    @classmethod
+    def resolve(cls, generation_config: GenerationConfig, drafter: Any) -> DraftingOptions:
+        """
+        Reads the options from the call's configuration, then from the one saved beside the drafter.
+
+        Args:
+            generation_config (`GenerationConfig`): Configuration of the call, as `generate` completes it.
+            drafter (`DSparkDrafter`): The drafter; its `generation_config` is optional.
+
+        Raises:
+            ValueError: an option out of range, or a threshold for a drafter without a confidence head.
+        """
+        gamma = drafter.config.block_size
+        beside = getattr(drafter, "generation_config", None)
+        asked = [_given(name, generation_config, beside) for name in ("num_assistant_tokens", "max_verify_tokens")]
+        for name, value in zip(("num_assistant_tokens", "max_verify_tokens"), asked, strict=True):
+            _check_range(name, value, 0, None)
+            if value is not None and value > gamma:
+                logger.warning_once(
+                    f"{name}={value} is more than the drafter's block of {gamma} tokens; {gamma} are drafted."
+                )
+        threshold = _given("assistant_confidence_threshold", generation_config, beside) or 0.0
+        _check_range("assistant_confidence_threshold", threshold, 0.0, 1.0)
+        if threshold > 0 and not drafter.config.enable_confidence_head:
+            raise ValueError(
+                f"assistant_confidence_threshold={threshold} needs a drafter with a confidence head, which this one "
+                "lacks: leave it at 0."
+            )
+        return cls(
+            width=min([gamma, *(value for value in asked if value is not None)]),
+            confidence_threshold=threshold,
+            seed=_given("seed", generation_config, beside),
+        )
+
+
+def _given(name: str, *configs: GenerationConfig | None) -> Any:
+    """
+    The first value that someone set. `generate` fills in Transformers' global defaults before we look; they do not
+    count.
+    """
+    for config in configs:
+        value = getattr(config, name, None)
+        ours = isinstance(config, DSparkGenerationConfig) and name == "assistant_confidence_threshold"
+        if value is not None and (ours or value != GenerationConfig._get_default_generation_params().get(name)):
+            return value
+    return None
+
+
+def _check_range(name: str, value: float | None, low: float, high: float | None) -> None:
+    if value is not None and (value < low or (high is not None and value > high)):
+        raise ValueError(f"{name}={value} must be {f'at least {low}' if high is None else f'in {low}..{high}'}.")
+
+
+__all__ = ["DSparkGenerationConfig", "DraftingOptions"]

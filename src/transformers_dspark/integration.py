@@ -1,0 +1,164 @@
+"""Registration with Transformers: the Auto classes and the slot in `generate`.
+
+It waits until Transformers itself loads the modules concerned, so importing this package loads no PyTorch.
+`unregister` puts back the very objects that were there before.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+
+_MODEL_TYPE = "dspark"
+_MARK = "_transformers_dspark_original"
+
+
+def register() -> None:
+    """Registers the Auto classes and the slot. Runs when the package is imported; calling it again changes nothing."""
+    with _state.lock:
+        _state.active = True
+        for name, (attach, _) in _SEAMS.items():
+            if not _state.hooked:
+                wrapt.register_post_import_hook(functools.partial(_on_import, attach), name)
+            elif name in sys.modules:
+                attach(sys.modules[name])
+        _state.hooked = True
+
+
+def unregister() -> None:
+    """
+    Undoes [`register`]. A DSpark drafter is then unknown to Transformers, as if the package had not been imported.
+    """
+    with _state.lock:
+        _state.active = False
+        for name, (_, detach) in _SEAMS.items():
+            if name in sys.modules:
+                detach(sys.modules[name])
+
+
+class _State:
+    """Import hooks cannot be taken back, so they ask here whether they still apply."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.active = False
+        self.hooked = False
+
+
+_state = _State()
+
+
+def _on_import(attach: Callable[[ModuleType], None], module: ModuleType) -> None:
+    if _state.active:
+        attach(module)
+
+
+# ---- the slot in generate()
+# ------------------------------------------------------------------------------------------
+
+
+def _is_drafter(assistant: Any) -> bool:
+    """By its configuration: a drafter with code from the Hub is of another class."""
+    return getattr(getattr(assistant, "config", None), "model_type", None) == _MODEL_TYPE
+
+
+def _wrap_validate_generation_mode(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _validate_generation_mode(
+        self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
+        drafter: Any = generation_mode_kwargs.get("assistant_model")
+        if _is_drafter(drafter):
+            from .slot import check_request
+
+            check_request(self, drafter, generation_config, generation_mode)
+            # what is left are checks of the target; those of the assistant assume a language model with a tokenizer
+            generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
+
+
+def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_drafter(kwargs.get("assistant_model")):
+            return original(self, *args, **kwargs)
+        from .slot import assisted_decoding
+
+        return assisted_decoding(original, self, *args, **kwargs)
+
+    return _assisted_decoding
+
+
+_WRAPPERS = {
+    "_validate_generation_mode": _wrap_validate_generation_mode,
+    "_assisted_decoding": _wrap_assisted_decoding,
+}
+
+
+def _attach_slot(module: ModuleType) -> None:
+    for name, wrap in _WRAPPERS.items():
+        current = getattr(module.GenerationMixin, name)
+        if not hasattr(current, _MARK):
+            wrapper = wrap(current)
+            setattr(wrapper, _MARK, current)
+            setattr(module.GenerationMixin, name, wrapper)
+
+
+def _detach_slot(module: ModuleType) -> None:
+    for name in _WRAPPERS:
+        current = module.GenerationMixin.__dict__[name]
+        if hasattr(current, _MARK):
+            setattr(module.GenerationMixin, name, getattr(current, _MARK))
+
+
+# ---- Auto classes
+# ----------------------------------------------------------------------------------------------------
+
+
+def _attach_config(module: ModuleType) -> None:
+    from .configuration_dspark import DSparkConfig
+
+    module.AutoConfig.register(_MODEL_TYPE, DSparkConfig, exist_ok=True)
+
+
+def _detach_config(module: ModuleType) -> None:
+    module.CONFIG_MAPPING._extra_content.pop(_MODEL_TYPE, None)
+
+
+def _attach_model(module: ModuleType) -> None:
+    import transformers
+
+    from .modeling_dspark import DSparkConfig, DSparkDrafter
+
+    module.AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)
+    # `pipeline(assistant_model="org/drafter")` looks the architecture's name up there
+    transformers.DSparkDrafter = DSparkDrafter
+
+
+def _detach_model(module: ModuleType) -> None:
+    import transformers
+
+    from .configuration_dspark import DSparkConfig
+
+    module.MODEL_MAPPING._extra_content.pop(DSparkConfig, None)
+    vars(transformers).pop("DSparkDrafter", None)
+
+
+_Seam = tuple[Callable[[ModuleType], None], Callable[[ModuleType], None]]
+_SEAMS: dict[str, _Seam] = {
+    "transformers.generation.utils": (_attach_slot, _detach_slot),
+    "transformers.models.auto.configuration_auto": (_attach_config, _detach_config),
+    "transformers.models.auto.modeling_auto": (_attach_model, _detach_model),
+}
+
+
+__all__ = ["register", "unregister"]

@@ -1,0 +1,108 @@
+"""Reads a target's hidden states at the drafter's taps.
+
+Transformers returns hidden states of chosen layers through `output_hidden_states=[...]`; entry i + 1 is the output of
+layer i and entry 0 the embedding output, scaled as the model scales it. Only the last layer needs a hook, because its
+entry has passed the final norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+
+class TargetTaps:
+    """
+    The taps of one generation call; a context manager, since the hook on the last layer lives only as long as the
+    call.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        layer_ids (`Sequence[int]`): 0-based layers; -1 is the embedding output.
+        keep_all (`bool`): Ask the target for all hidden states, because the user wants them too.
+    """
+
+    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int], keep_all: bool = False) -> None:
+        self.layer_ids = tuple(layer_ids)
+        self._target = target
+        self._last = target.config.get_text_config().num_hidden_layers - 1
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._last_output: torch.Tensor | None = None
+        self.forward_kwargs: dict[str, Any] = {
+            "output_hidden_states": True if keep_all else [layer + 1 for layer in self.layer_ids]
+        }
+
+    @property
+    def needs_hook(self) -> bool:
+        """Whether a tap is on the last layer. A forward compiled before the hook was set would skip it."""
+        return self._last in self.layer_ids
+
+    def __enter__(self) -> TargetTaps:
+        if self.needs_hook:
+            self._hook = decoder_layers(self._target)[self._last].register_forward_hook(self._keep)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._last_output = None
+
+    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._last_output = output if isinstance(output, torch.Tensor) else output[0]
+
+    def read(self, outputs: ModelOutput, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """
+        Joins the taps of the latest forward.
+
+        Each tap is moved on its own: the layers of a target may lie on several devices.
+
+        Returns:
+            `torch.FloatTensor` of shape `(rows, n, num_taps * hidden_size)`, in `layer_ids` order.
+
+        Raises:
+            RuntimeError: the target did not return a hidden state that it was asked for.
+        """
+        states = outputs.get("hidden_states") or ()
+        taps = []
+        for layer in self.layer_ids:
+            if layer == self._last:
+                tap = self._last_output
+            else:
+                tap = states[layer + 1] if layer + 1 < len(states) else None
+            if tap is None:
+                raise RuntimeError(
+                    f"{type(self._target).__name__} returned no hidden state for the tap on layer {layer}; a DSpark "
+                    "target has to support `output_hidden_states`."
+                )
+            taps.append(tap.to(device, dtype))
+        return torch.cat(taps, dim=-1)
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """
+    The decoder layers of a target, in order, wherever its class keeps them.
+
+    Raises:
+        NotImplementedError: no list of `num_hidden_layers` modules was found in the decoder.
+    """
+    count = target.config.get_text_config().num_hidden_layers
+    decoder = target.get_decoder() if hasattr(target, "get_decoder") else target.base_model
+    for module in decoder.modules():
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return child
+    raise NotImplementedError(
+        f"The decoder layers of {type(target).__name__} were not found, and a tap on the last layer needs them: use a "
+        "drafter that taps earlier layers."
+    )
+
+
+__all__ = ["TargetTaps", "decoder_layers"]

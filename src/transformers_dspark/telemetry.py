@@ -1,0 +1,104 @@
+"""What a generation call reports about itself. Counts and seconds only: nothing here touches tensors or models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.generation import GenerateDecoderOnlyOutput
+
+
+@dataclass
+class GenerationStats:
+    """
+    Figures of one `generate` call.
+
+    A round is one target step over a drafted block. The prefill commits a token of every row without a draft and is no
+    round, so a row's committed tokens are one more than the sum of its accepted lengths.
+
+    Args:
+        rounds (`int`): Rounds of the loop.
+        accepted_lengths (`list[list[int]]`): For each row, the tokens committed in each round it took part in:
+            accepted drafts plus the bonus, as the paper counts them.
+        verify_lengths (`list[list[int]]`): For each row, the drafted tokens sent to the target in each of these
+            rounds.
+        draft_seconds (`float`): Time spent drafting.
+        verify_seconds (`float`): Time spent in the target's steps and in acceptance, without the prefill. Both are
+            wall time between points where the host waits for the device anyway.
+    """
+
+    rounds: int = 0
+    accepted_lengths: list[list[int]] = field(default_factory=list)
+    verify_lengths: list[list[int]] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    tested_by_position: list[int] = field(default_factory=list, repr=False)
+    passed_by_position: list[int] = field(default_factory=list, repr=False)
+
+    def record_round(self, verified: Sequence[int], accepted: Sequence[int], committed: Sequence[int]) -> None:
+        """
+        Counts one round; each argument holds one number a row.
+
+        Args:
+            verified (`Sequence[int]`): Drafted tokens sent to the target.
+            accepted (`Sequence[int]`): Drafted tokens that were accepted and committed.
+            committed (`Sequence[int]`): Tokens committed, bonus included; 0 for a row that took no part.
+        """
+        self.rounds += 1
+        for lists in (self.accepted_lengths, self.verify_lengths):
+            lists.extend([] for _ in range(len(committed) - len(lists)))
+        for row, (sent, passed, total) in enumerate(zip(verified, accepted, committed, strict=True)):
+            if total == 0:
+                continue
+            self.accepted_lengths[row].append(total)
+            self.verify_lengths[row].append(sent)
+            # one test fails, unless all passed or the text ended with an accepted token
+            tested = passed + (passed < min(sent, total))
+            for counts, number in ((self.tested_by_position, tested), (self.passed_by_position, passed)):
+                counts.extend([0] * (sent - len(counts)))
+                for k in range(number):
+                    counts[k] += 1
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Committed tokens per row and round, bonus included; 0.0 if there was no round."""
+        rounds = sum(map(len, self.accepted_lengths))
+        return sum(map(sum, self.accepted_lengths)) / rounds if rounds else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float | None]:
+        """
+        Conditional acceptance of each block position: of the drafted tokens there whose prefix was accepted, the share
+        that was accepted too. `None` where no token came to a test.
+        """
+        pairs = zip(self.passed_by_position, self.tested_by_position, strict=True)
+        return [passed / tested if tested else None for passed, tested in pairs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain numbers and lists, ready for JSON."""
+        return {
+            "rounds": self.rounds,
+            "mean_accepted_length": self.mean_accepted_length,
+            "acceptance_by_position": self.acceptance_by_position,
+            "accepted_lengths": self.accepted_lengths,
+            "verify_lengths": self.verify_lengths,
+            "draft_seconds": self.draft_seconds,
+            "verify_seconds": self.verify_seconds,
+        }
+
+
+@dataclass
+class DSparkGenerateOutput(GenerateDecoderOnlyOutput):
+    """
+    Output of `generate` with `return_dict_in_generate=True`, as
+    [`~transformers.generation.GenerateDecoderOnlyOutput`], plus:
+
+    Args:
+        dspark (`GenerationStats`): Figures of this call.
+    """
+
+    dspark: GenerationStats | None = None
+
+
+__all__ = ["DSparkGenerateOutput", "GenerationStats"]
