@@ -28,6 +28,7 @@ LADDER = [
     "candidates",
     "_compat",
     "slot",
+    "slot",
     "integration",
     "training",
     "evaluation",
