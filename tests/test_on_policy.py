@@ -88,20 +88,19 @@ def plain_greedy(target, prompt, new):
 @pytest.mark.parametrize("steps", [1, 7])
 def test_greedy_answers_equal_generate(family, steps):
     target = tiny(family)
-    prompts = random_prompts(11)
-    expected = [plain_greedy(target, prompt, 40) for prompt in prompts]
-    assert decode_all(target, prompts, slots=3, steps=steps) == expected
+    prompts = random_prompts(7)
+    expected = [plain_greedy(target, prompt, 20) for prompt in prompts]
+    assert decode_all(target, prompts, slots=3, new=20, steps=steps) == expected
     assert target.config._attn_implementation != ATTENTION_NAME
 
 
 def test_eos_ends_an_answer_and_stays_in_it():
     target = tiny("llama")
-    prompts = random_prompts(6)
-    free_running = [plain_greedy(target, prompt, 40) for prompt in prompts]
-    eos = free_running[0][10]
+    prompts = random_prompts(5)
+    eos = plain_greedy(target, prompts[0], 20)[10]
     target.generation_config.eos_token_id = eos
-    expected = [plain_greedy(target, prompt, 40) for prompt in prompts]
-    got = decode_all(target, prompts, slots=2, eos=(eos,))
+    expected = [plain_greedy(target, prompt, 20) for prompt in prompts]
+    got = decode_all(target, prompts, slots=2, new=20, eos=(eos,))
     assert got == expected
     assert got[0][-1] == eos
 
@@ -132,10 +131,10 @@ def test_a_loop_is_stopped_at_the_same_token_however_often_the_host_looks():
 def test_samples_depend_on_the_row_alone(family):
     target = tiny(family)
     prompts = random_prompts(7)
-    wide = decode_all(target, prompts, slots=7, temperature=1.0, eos=())
-    narrow = decode_all(target, prompts, slots=2, temperature=1.0, eos=(), steps=3)
+    wide = decode_all(target, prompts, slots=7, new=20, temperature=1.0, eos=())
+    narrow = decode_all(target, prompts, slots=2, new=20, temperature=1.0, eos=(), steps=3)
     assert wide == narrow
-    assert wide != decode_all(target, prompts, slots=7, eos=())
+    assert wide != decode_all(target, prompts, slots=7, new=20, eos=())
 
 
 def test_draw_follows_the_distribution():

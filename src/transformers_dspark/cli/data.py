@@ -1,0 +1,130 @@
+"""`dspark data`: the training text of a drafter, in two steps: prompts, then the target's own answers to them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import UsageError, add_json_option, write_json
+
+
+if TYPE_CHECKING:
+    from ..training.on_policy import AnswerProgress
+
+HELP = "make a drafter's training text: prompts, and the target's answers to them"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `dspark data`."""
+    steps = parser.add_subparsers(dest="step", metavar="STEP", required=True)
+
+    prompts = steps.add_parser("prompts", help="build a file of prompts from local permissive sources and templates")
+    prompts.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines; compressed if .gz")
+    prompts.add_argument("--count", type=int, default=140_000, metavar="N", help="prompts to aim at (%(default)s)")
+    prompts.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same file")
+    prompts.add_argument(
+        "--sources",
+        type=Path,
+        metavar="DIR",
+        help="folder with optional texts (see the messages for what it may hold)",
+    )
+    prompts.add_argument(
+        "--exclude", type=Path, metavar="DIR", help="evaluation prompts (.jsonl) whose 13-grams must not occur"
+    )
+    add_json_option(prompts)
+
+    answers = steps.add_parser("answers", help="let the target answer a file of prompts")
+    answers.add_argument("--target", required=True, metavar="PATH", help="the target: a folder or a hub id")
+    answers.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="made by `dspark data prompts`")
+    answers.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="answer shards; continued if it exists"
+    )
+    answers.add_argument("--slots", type=int, default=2048, metavar="N", help="answers decoded together (%(default)s)")
+    answers.add_argument("--capacity", type=int, default=704, metavar="N", help="tokens a slot holds (%(default)s)")
+    answers.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer")
+    answers.add_argument("--max-tokens", type=int, metavar="N", help="stop after N answer tokens")
+    answers.add_argument("--max-seconds", type=float, metavar="S", help="stop after S seconds, keeping what there is")
+    answers.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
+    answers.add_argument(
+        "--shard-tokens", type=int, default=2_000_000, metavar="N", help="tokens a file (%(default)s)"
+    )
+    answers.add_argument(
+        "--check-every", type=int, default=32, metavar="N", help="steps between refills (%(default)s)"
+    )
+    answers.add_argument("--seed", type=int, default=0, metavar="N", help="chooses temperatures and draws")
+    answers.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ...")
+    answers.add_argument("--no-graphs", action="store_true", help="do not capture CUDA graphs")
+    add_json_option(answers)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one step and returns the exit code."""
+    return {"prompts": _prompts, "answers": _answers}[args.step](args)
+
+
+def _prompts(args: argparse.Namespace) -> int:
+    from ..training.prompts import build_prompts, write_prompts
+
+    built = build_prompts(args.count, args.seed, args.sources, args.exclude, say=print)
+    write_prompts(args.out, built.prompts)
+    for source, count in sorted(built.counts.items()):
+        print(f"{count:8,d}  {source}")
+    print(f"{len(built.prompts):8,d}  prompts in {args.out}")
+    write_json(args.json, {"prompts": len(built.prompts), "sources": built.counts, "seed": args.seed})
+    return 0
+
+
+def _answers(args: argparse.Namespace) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..training.answers import AnswerWriter
+    from ..training.on_policy import AnswerOptions, generate_answers
+    from ..training.prompts import read_prompts
+
+    options = AnswerOptions(
+        slots=args.slots,
+        capacity=args.capacity,
+        max_new_tokens=args.max_new_tokens,
+        max_tokens=args.max_tokens,
+        max_seconds=args.max_seconds,
+        seed=args.seed,
+        check_every=args.check_every,
+        use_cuda_graphs=not args.no_graphs,
+    )
+    prompts = read_prompts(args.prompts)[: args.limit]
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name} is not a device; use auto, cpu, cuda or cuda:N") from error
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    if not tokenizer.chat_template:
+        raise UsageError(f"{args.target} has no chat template; answers need a chat model")
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device)
+    facts = {
+        "target": Path(args.target).name,
+        "prompts_sha256": hashlib.sha256(args.prompts.read_bytes()).hexdigest(),
+        "seed": args.seed,
+        "capacity": args.capacity,
+        "max_new_tokens": args.max_new_tokens,
+    }
+    writer = AnswerWriter(args.out, facts, target.config.get_text_config().vocab_size, args.shard_tokens)
+    if writer.done:
+        print(f"{args.out} already holds {len(writer.done):,} answers; continuing", flush=True)
+
+    def report(progress: AnswerProgress) -> None:
+        print(
+            f"{progress.seconds:6.0f} s  {progress.answers:9,d} answers  {progress.tokens:12,d} tokens"
+            f"  {progress.recent_rate:10,.0f} tokens/s  {progress.running:6,d} running  {progress.skipped} skipped",
+            flush=True,
+        )
+
+    progress = generate_answers(target, tokenizer, prompts, writer, options, report)
+    print("all prompts are answered" if progress.exhausted else "stopped at the limit; run again to continue")
+    write_json(args.json, {**dataclasses.asdict(progress), "facts": facts, "shards": writer.shards})
+    return 0
