@@ -57,6 +57,12 @@ def test_public_names_are_there(name: str) -> None:
     assert name in dir(transformers_dspark)
 
 
+@pytest.mark.parametrize("name", ["DSparkDrafter", "DSparkCandidateGenerator"])
+def test_public_names_come_first(name: str) -> None:
+    """In a fresh process, where our modules load Transformers' and its hooks in turn ask for ours."""
+    fresh(f"from transformers_dspark import {name}; from transformers import AutoModel, AutoModelForCausalLM")
+
+
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="no attribute 'DSparkTarget'"):
         importlib.import_module("transformers_dspark").DSparkTarget  # noqa: B018 (reading it is the test)
