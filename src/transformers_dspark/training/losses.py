@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -27,8 +28,7 @@ class LossWeights:
         return torch.exp(-torch.arange(gamma, device=device, dtype=torch.float32) / self.decay)
 
 
-@dataclass(frozen=True)
-class LossSums:
+class LossSums(NamedTuple):
     """Weighted sums over positions, each to be divided by the same summed weights; scalars."""
 
     cross_entropy: torch.Tensor

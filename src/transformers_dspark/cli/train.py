@@ -1,0 +1,95 @@
+"""`dspark train`: a drafter for a target, from the target's own answers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import add_json_option, write_json
+
+
+HELP = "train a drafter on answers that the target wrote (see `dspark data answers`)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, help="folder or hub id of the target model")
+    parser.add_argument("--answers", required=True, type=Path, nargs="+", metavar="DIR", help="folders of answers")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="receives the drafter; run again to resume")
+    shape = parser.add_argument_group("shape of the drafter")
+    shape.add_argument("--num-layers", type=int, default=5, help="backbone layers (default: %(default)s)")
+    shape.add_argument("--block-size", type=int, default=7, help="tokens drafted at once (default: %(default)s)")
+    shape.add_argument("--taps", type=int, nargs="+", help="target layers that are read, from 0 (default: five, spread)")
+    shape.add_argument("--markov-rank", type=int, default=256, help="rank of the sequential head (default: %(default)s)")
+    shape.add_argument("--markov-head", choices=("vanilla", "gated", "rnn"), default="vanilla")
+    shape.add_argument("--draft-vocab-size", type=int, help="propose only the most frequent tokens (default: all)")
+    shape.add_argument("--mask-token-id", type=int, help="input of the block behind its anchor (default: padding token)")
+    budget = parser.add_argument_group("budget and optimiser")
+    budget.add_argument("--epochs", type=float, default=10.0, help="passes over the answers (default: %(default)s)")
+    budget.add_argument("--max-seconds", type=float, help="stop after this much training time, cooled down")
+    budget.add_argument("--tokens-per-batch", type=int, default=32768, help="(default: %(default)s)")
+    budget.add_argument("--anchors", type=int, default=64, help="blocks a sequence and step (default: %(default)s)")
+    budget.add_argument("--max-length", type=int, default=1024, help="longer answers are cut (default: %(default)s)")
+    budget.add_argument("--learning-rate", type=float, default=6e-4, help="peak (default: %(default)s)")
+    budget.add_argument("--held-out", type=int, default=256, help="greedy answers kept aside (default: %(default)s)")
+    budget.add_argument("--evaluations", type=int, default=5, help="accepted-length figures over the run")
+    budget.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", help="cuda, cuda:1, cpu (default: cuda if there is one)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the target (default: bfloat16 on cuda)")
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..training.arguments import DrafterShape, TrainArguments
+    from ..training.data import load_sequences
+    from ..training.trainer import Trainer
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
+    shape = DrafterShape(
+        num_layers=args.num_layers,
+        block_size=args.block_size,
+        target_layer_ids=tuple(args.taps) if args.taps else None,
+        markov_rank=args.markov_rank,
+        markov_head_type=args.markov_head,
+        draft_vocab_size=args.draft_vocab_size,
+        mask_token_id=args.mask_token_id,
+    )
+    arguments = TrainArguments(
+        epochs=args.epochs,
+        max_seconds=args.max_seconds,
+        tokens_per_batch=args.tokens_per_batch,
+        anchors=args.anchors,
+        max_length=args.max_length,
+        learning_rate=args.learning_rate,
+        held_out=args.held_out,
+        evaluations=args.evaluations,
+        seed=args.seed,
+    )
+    sequences = load_sequences(args.answers, arguments.max_length)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device)
+    trainer = Trainer(target, sequences, args.out, shape, arguments)
+    size = sum(p.numel() for p in trainer.drafter.parameters())
+    print(
+        f"{len(trainer.train_set)} answers to learn, {len(trainer.held_out_set)} held out; drafter of {size / 1e6:.1f} M "
+        f"parameters, taps {trainer.drafter.config.target_layer_ids}; at most {trainer.max_steps} steps",
+        flush=True,
+    )
+    result = trainer.train()
+    print(f"held-out accepted length {result.accepted_length:.3f} over {result.rounds} rounds; drafter in {args.out}")
+    write_json(
+        args.json,
+        {
+            "held_out_accepted_length": result.accepted_length,
+            "held_out_acceptance_by_position": result.by_position,
+            "rounds": result.rounds,
+            "steps": trainer.step,
+            "seconds": trainer.seconds,
+            "parameters": size,
+            "answers": len(trainer.train_set),
+            "arguments": arguments.to_dict(),
+        },
+    )
+    return 0

@@ -1,0 +1,206 @@
+"""One process, one device: the loop that trains a drafter against its frozen target, and can stop and go on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..configuration_dspark import DSparkConfig
+from ..modeling_dspark import DSparkDrafter
+from .anchors import pack_blocks, sample_anchors
+from .arguments import DrafterShape, TrainArguments
+from .data import Sequences, batches, count_batches, frequent_tokens, split
+from .held_out import HeldOut, held_out_accepted_length, target_states
+from .losses import loss_sums
+from .objective import Objective
+
+
+STATE_NAME, LOG_NAME = "state.pt", "log.jsonl"
+
+
+def new_drafter(target: PreTrainedModel, shape: DrafterShape, sequences: Sequences, seed: int) -> DSparkDrafter:
+    """A fresh drafter of a shape, with the target's geometry, bound to it."""
+    text = target.config.get_text_config()
+    layers = text.num_hidden_layers
+    taps = shape.target_layer_ids or tuple(sorted({round(1 + i * (layers - 3) / 4) for i in range(5)}))
+    mask_token = shape.mask_token_id
+    if mask_token is None:
+        ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+        mask_token = text.vocab_size - 1 if text.pad_token_id in (None, *ends) else text.pad_token_id
+    config = DSparkConfig(
+        vocab_size=text.vocab_size,
+        draft_vocab_size=shape.draft_vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        rms_norm_eps=text.rms_norm_eps,
+        max_position_embeddings=text.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": text.rope_parameters.get("rope_theta", 10000.0)},
+        block_size=shape.block_size,
+        mask_token_id=mask_token,
+        target_layer_ids=list(taps),
+        num_target_layers=layers,
+        markov_rank=shape.markov_rank,
+        markov_head_type=shape.markov_head_type,
+        enable_confidence_head=True,
+        confidence_head_with_markov=shape.markov_rank > 0,
+        pad_token_id=text.pad_token_id,
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
+    )
+    torch.manual_seed(seed)
+    drafter = DSparkDrafter(config)
+    if config.has_reduced_vocabulary:
+        kept = frequent_tokens(sequences, config.draft_vocab_size, config.vocab_size)
+        drafter.d2t.copy_(kept - torch.arange(len(kept)))
+    return drafter.to(target.device).bind_target(target)
+
+
+class Trainer:
+    """
+    Args:
+        target (`PreTrainedModel`): Frozen; its dtype decides the precision of the matrix products.
+        sequences (`Sequences`): The target's own answers.
+        out (`Path`): Receives the drafter, `log.jsonl` and, while unfinished, `state.pt` to resume from.
+        shape (`DrafterShape`), arguments (`TrainArguments`): See there.
+    """
+
+    def __init__(self, target: PreTrainedModel, sequences: Sequences, out: Path, shape: DrafterShape, arguments: TrainArguments) -> None:
+        self.target, self.out, self.arguments = target.requires_grad_(False).eval(), out, arguments
+        self.train_set, self.held_out_set = split(sequences, arguments.held_out, arguments.seed)
+        self.drafter = new_drafter(target, shape, self.train_set, arguments.seed).train()
+        cuda = target.device.type == "cuda"
+        sums = torch.compile(loss_sums, dynamic=True) if cuda else loss_sums
+        self.objective = Objective(self.drafter, arguments.losses, sums=sums)
+        self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
+        self.anchor_generator = torch.Generator(target.device).manual_seed(arguments.seed)
+        self.steps_per_epoch = count_batches(self.train_set, arguments.tokens_per_batch, arguments.seed)
+        self.max_steps = max(1, round(arguments.epochs * self.steps_per_epoch))
+        self.step, self.seconds, self.evaluations = 0, 0.0, 0
+        out.mkdir(parents=True, exist_ok=True)
+
+    def progress(self) -> float:
+        """Share of the nearer budget that is used, 0..1."""
+        by_time = self.seconds / self.arguments.max_seconds if self.arguments.max_seconds else 0.0
+        return min(1.0, max(self.step / self.max_steps, by_time))
+
+    def learning_rate(self) -> float:
+        a, done = self.arguments, self.progress()
+        if done < a.warmup:
+            # the floor lets the first step learn, the step count keeps a time budget from skipping the warm-up
+            return a.learning_rate * max(done / a.warmup, min(1.0, (self.step + 1) / 100) * 0.1)
+        cosine = 0.5 * (1 + math.cos(math.pi * (done - a.warmup) / (1 - a.warmup)))
+        return a.learning_rate * (a.final_rate + (1 - a.final_rate) * cosine)
+
+    def train(self) -> HeldOut:
+        """Runs until a budget is used, from where a previous run of the same folder stopped. Saves the drafter."""
+        self._resume()
+        bar = tqdm(total=self.max_steps, initial=self.step, unit="step", desc="training")
+        saved = clock = time.perf_counter()
+        for input_ids, loss_mask in self._batches():
+            record = self._step(input_ids, loss_mask)
+            now = time.perf_counter()
+            self.seconds, clock = self.seconds + now - clock, now
+            self.step += 1
+            bar.update()
+            if self.step % 20 == 0 or self.progress() >= 1:
+                self._log(bar, {name: round(float(value), 5) for name, value in record.items()})
+            if self.progress() >= (self.evaluations + 1) / self.arguments.evaluations and self.progress() < 1:
+                self._evaluate(bar)
+                clock = time.perf_counter()
+            if self.progress() >= 1:
+                break
+            if now - saved > self.arguments.save_seconds:
+                self._save_state()
+                saved = time.perf_counter()
+        bar.close()
+        result = self._evaluate(bar)
+        self.drafter.to(torch.bfloat16).save_pretrained(self.out)
+        (self.out / STATE_NAME).unlink(missing_ok=True)
+        return result
+
+    def _batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        done = self.step
+        for epoch in itertools.count():
+            for number, batch in enumerate(self._epoch(epoch)):
+                if done <= number:
+                    yield batch
+            done = max(0, done - number - 1)
+
+    def _epoch(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return batches(self.train_set, self.arguments.tokens_per_batch, self.arguments.seed, epoch)
+
+    def _step(self, input_ids: torch.Tensor, loss_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        device, config, a = self.target.device, self.drafter.config, self.arguments
+        input_ids, loss_mask = input_ids.to(device, non_blocking=True), loss_mask.to(device, non_blocking=True)
+        anchors, keep = sample_anchors(loss_mask, a.anchors, self.anchor_generator)
+        blocks = pack_blocks(input_ids, loss_mask, anchors, keep, config.block_size, config.mask_token_id)
+        rate = self.learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        with self._precision():
+            with torch.no_grad():
+                taps, last_hidden = target_states(self.target, input_ids, config.target_layer_ids)
+            loss = self.objective.backward(taps, last_hidden, blocks)
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), a.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {**loss.__dict__, "gradient_norm": norm, "learning_rate": torch.tensor(rate)}
+
+    def _precision(self) -> torch.autocast:
+        low = self.target.dtype in (torch.bfloat16, torch.float16)
+        return torch.autocast(self.target.device.type, dtype=self.target.dtype if low else torch.bfloat16, enabled=low)
+
+    def _evaluate(self, bar: tqdm) -> HeldOut:
+        self.drafter.eval()
+        with self._precision():
+            result = held_out_accepted_length(self.drafter, self.target, self.held_out_set)
+        self.drafter.train()
+        self.evaluations += 1
+        by_position = [round(x, 4) for x in result.by_position]
+        self._log(bar, {"held_out_accepted_length": round(result.accepted_length, 4), "held_out_by_position": by_position})
+        return result
+
+    def _log(self, bar: tqdm, record: dict[str, Any]) -> None:
+        record = {"step": self.step, "seconds": round(self.seconds, 1), **record}
+        with open(self.out / LOG_NAME, "a") as log:
+            log.write(json.dumps(record) + "\n")
+        shown = {name: record[name] for name in ("total", "held_out_accepted_length") if name in record}
+        bar.set_postfix(shown)
+
+    def _save_state(self) -> None:
+        state = {
+            "drafter": self.drafter.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "anchors": self.anchor_generator.get_state(),
+            "counters": {"step": self.step, "seconds": self.seconds, "evaluations": self.evaluations},
+            "arguments": self.arguments.to_dict(),
+        }
+        part = self.out / (STATE_NAME + ".part")
+        torch.save(state, part)
+        os.replace(part, self.out / STATE_NAME)
+
+    def _resume(self) -> None:
+        path = self.out / STATE_NAME
+        if not path.exists():
+            return
+        state = torch.load(path, map_location=self.target.device, weights_only=True)
+        if state["arguments"] != self.arguments.to_dict():
+            raise ValueError(f"{path} belongs to a run with other arguments; use the same ones or another folder.")
+        self.drafter.load_state_dict(state["drafter"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.anchor_generator.set_state(state["anchors"].cpu())
+        self.step, self.seconds, self.evaluations = (state["counters"][k] for k in ("step", "seconds", "evaluations"))
