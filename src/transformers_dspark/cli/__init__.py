@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from .. import __version__
 
 
-COMMANDS: tuple[str, ...] = ("data", "train")
+COMMANDS: tuple[str, ...] = ("demo", "eval", "data", "train")
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it

@@ -1,0 +1,102 @@
+"""`dspark demo`: the same text from a target alone and with its drafter, and what the drafter saved."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import UsageError, add_json_option, write_json
+
+
+HELP = "generate with a real target alone and with its drafter: same text, accepted length, tokens per second"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="your own prompt; may be given several times"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, where the texts can be compared")
+    parser.add_argument(
+        "--confidence-threshold",
+        type=float,
+        default=0.35,
+        metavar="C",
+        help="end a block before a token of lower confidence, 0..1 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--target", metavar="PATH", help="folder or hub id (default: SmolLM2-135M-Instruct, fetched once)"
+    )
+    parser.add_argument("--drafter", metavar="PATH", help="folder or hub id (default: the one in this checkout)")
+    parser.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: cuda if there is one)")
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {args.max_new_tokens} is too few: give 1 or more.")
+    if args.temperature < 0:
+        raise UsageError(f"--temperature {args.temperature} is negative: give 0 for greedy, or more to sample.")
+    from rich.console import Console
+    from rich.progress import track
+    from transformers.utils import logging
+
+    from ..evaluation.prompts import DEMO_PROMPTS
+    from ..evaluation.real_pair import fetch_target, find_drafter
+    from ..evaluation.runs import Pair, merge
+    from ..evaluation.runs import run as generate
+    from ..evaluation.tables import acceptance_table, coloured_text, speed_table
+
+    console = Console()
+    logging.disable_progress_bar()
+    drafter = find_drafter(args.drafter)
+    pair = Pair.load(args.target or str(fetch_target()), drafter, args.device)
+    prompts = dict(enumerate(args.prompt, start=1)) if args.prompt else DEMO_PROMPTS
+    options = {"assistant_confidence_threshold": args.confidence_threshold}
+
+    def both(text: str, tokens: int) -> tuple:
+        ids = pair.prompt_ids([{"role": "user", "content": text}])
+        alone = generate(pair, ids, tokens, drafted=False, temperature=args.temperature)
+        return alone, generate(pair, ids, tokens, drafted=True, temperature=args.temperature, **options)
+
+    both("Hello", 8)  # warm-up: allocations and one-time choices of the libraries are in neither figure
+    results = {}
+    for name, text in track(prompts.items(), description="generating", console=console, transient=True):
+        results[str(name)] = both(text, args.max_new_tokens)
+    for (name, text), (_, drafted) in zip(prompts.items(), results.values(), strict=True):
+        console.rule(f"[bold]{name}[/bold]", align="left")
+        console.print(text, style="bold", markup=False)
+        console.print(coloured_text(pair.tokenizer, drafted.ids, drafted.stats))
+    console.rule()
+    console.print("green: drafted and accepted; plain: the target's own token of each round\n")
+    stats = merge([drafted.stats for _, drafted in results.values()])
+    console.print(speed_table(list(results), list(results.values())))
+    console.print(acceptance_table(stats))
+    equal = all(alone.ids.equal(drafted.ids) for alone, drafted in results.values())
+    write_json(
+        args.json,
+        {
+            "device": str(pair.target.device),
+            "dtype": str(pair.target.dtype).removeprefix("torch."),
+            "temperature": args.temperature,
+            "confidence_threshold": args.confidence_threshold,
+            "same_ids": equal,
+            "prompts": {
+                name: {
+                    "text": pair.tokenizer.decode(drafted.ids, skip_special_tokens=True),
+                    "tokens": len(drafted.ids),
+                    "alone_tokens_per_second": alone.tokens_per_second,
+                    "drafted_tokens_per_second": drafted.tokens_per_second,
+                    "dspark": drafted.stats.to_dict(),
+                }
+                for name, (alone, drafted) in results.items()
+            },
+            "dspark": stats.to_dict(),
+        },
+    )
+    if not equal and args.temperature == 0:
+        console.print(
+            "The ids differ. In low precision near-equal logits can change places when several tokens are checked at once; "
+            "in float32 this should not happen: please report it."
+        )
+        return 1 if pair.target.dtype.itemsize == 4 else 0
+    return 0

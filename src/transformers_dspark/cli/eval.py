@@ -1,0 +1,92 @@
+"""`dspark eval`: accepted length of a pair on files of prompts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import UsageError, add_json_option, write_json
+
+
+HELP = "measure a drafter's accepted length on files of prompts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", type=Path, nargs="+", metavar="FILE", help='JSON lines of {"turns": ["..."]}')
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N conversations of each file")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="of each answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0], metavar="T", help="0 is greedy; several may be given"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws at temperatures above 0")
+    parser.add_argument(
+        "--target", metavar="PATH", help="folder or hub id (default: SmolLM2-135M-Instruct, fetched once)"
+    )
+    parser.add_argument("--drafter", metavar="PATH", help="folder or hub id (default: the one in this checkout)")
+    parser.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: cuda if there is one)")
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.max_new_tokens < 2:
+        raise UsageError(f"--max-new-tokens {args.max_new_tokens} leaves no round to measure: give 2 or more.")
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+    from transformers.utils import logging
+
+    from ..evaluation.prompts import read_conversations
+    from ..evaluation.real_pair import fetch_target, find_drafter
+    from ..evaluation.runs import Pair, converse, merge
+
+    files = {path: read_conversations(path, args.limit) for path in args.prompts}
+    drafter = find_drafter(args.drafter)
+    logging.disable_progress_bar()
+    pair = Pair.load(args.target or str(fetch_target()), drafter, args.device)
+    table = Table("prompts", "temperature", "answers", "tokens", "accepted length", "by position")
+    records = []
+    with Progress(transient=True) as progress:
+        for path, conversations in files.items():
+            for temperature in args.temperature:
+                answers = sum(map(len, conversations))
+                task = progress.add_task(f"{path.stem}, temperature {temperature:g}", total=answers)
+                runs = []
+                for result in converse(pair, conversations, args.max_new_tokens, temperature, seed=args.seed):
+                    runs.append(result)
+                    progress.advance(task)
+                stats = merge([result.stats for result in runs if result.stats is not None])
+                record = {
+                    "prompts": path.stem,
+                    "temperature": temperature,
+                    "conversations": len(conversations),
+                    "answers": answers,
+                    "tokens": sum(len(result.ids) for result in runs),
+                    "rounds": stats.rounds,
+                    "accepted_length": stats.mean_accepted_length,
+                    "acceptance_by_position": stats.acceptance_by_position,
+                    "seconds": sum(result.seconds for result in runs),
+                }
+                records.append(record)
+                shares = " ".join("-" if share is None else f"{share:.2f}" for share in stats.acceptance_by_position)
+                table.add_row(
+                    path.stem,
+                    f"{temperature:g}",
+                    str(answers),
+                    str(record["tokens"]),
+                    f"{stats.mean_accepted_length:.3f}",
+                    shares,
+                )
+    Console().print(table)
+    write_json(
+        args.json,
+        {
+            "block_size": pair.drafter.config.block_size,
+            "device": str(pair.target.device),
+            "dtype": str(pair.target.dtype).removeprefix("torch."),
+            "max_new_tokens": args.max_new_tokens,
+            "results": records,
+        },
+    )
+    return 0

@@ -1,0 +1,79 @@
+"""How figures and texts are shown in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from ..telemetry import GenerationStats
+from .runs import Run
+
+
+ACCEPTED_STYLE = "green"
+
+
+def coloured_text(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor, stats: GenerationStats) -> Text:
+    """The text of one row with accepted drafts coloured; the target's own tokens (one a round) stay plain."""
+    drafted = [False]  # the prefill's token
+    for committed in stats.accepted_lengths[0] if stats.accepted_lengths else []:
+        drafted += [True] * (committed - 1) + [False]
+    text, shown = Text(), 0
+    for end in range(1, len(ids) + 1):
+        whole = tokenizer.decode(ids[:end], skip_special_tokens=True)
+        if whole.endswith("\ufffd") and end < len(ids):
+            continue  # a character that the next token completes
+        text.append(whole[shown:], style=ACCEPTED_STYLE if end <= len(drafted) and drafted[end - 1] else "")
+        shown = len(whole)
+    return text
+
+
+def speed_table(names: Sequence[str], pairs: Sequence[tuple[Run, Run]]) -> Table:
+    """One line a prompt and one over all: both speeds, their ratio, accepted length, whether the ids are equal."""
+    table = Table(title="The target alone, and with its drafter", title_justify="left")
+    for heading in (
+        "prompt",
+        "tokens",
+        "alone, tokens/s",
+        "drafted, tokens/s",
+        "speed-up",
+        "accepted length",
+        "same ids",
+    ):
+        table.add_column(heading, justify="left" if heading == "prompt" else "right")
+
+    def line(name: str, runs: Sequence[tuple[Run, Run]]) -> list[str]:
+        tokens = [sum(len(r[i].ids) for r in runs) for i in (0, 1)]
+        speeds = [tokens[i] / sum(r[i].seconds for r in runs) for i in (0, 1)]
+        rounds = [n for _, drafted in runs if drafted.stats for row in drafted.stats.accepted_lengths for n in row]
+        same = all(torch.equal(alone.ids, drafted.ids) for alone, drafted in runs)
+        accepted = f"{sum(rounds) / len(rounds):.2f}" if rounds else "-"
+        return [
+            name,
+            str(tokens[1]),
+            f"{speeds[0]:.1f}",
+            f"{speeds[1]:.1f}",
+            f"{speeds[1] / speeds[0]:.2f}x",
+            accepted,
+            "yes" if same else "NO",
+        ]
+
+    for name, pair in zip(names, pairs, strict=True):
+        table.add_row(*line(name, [pair]))
+    table.add_section()
+    table.add_row(*line("all", pairs))
+    return table
+
+
+def acceptance_table(stats: GenerationStats) -> Table:
+    """Conditional acceptance at each position of the block."""
+    table = Table(
+        title="Acceptance of the k-th drafted token, given that those before it passed", title_justify="left"
+    )
+    for k in range(len(stats.acceptance_by_position)):
+        table.add_column(f"k={k + 1}", justify="right")
+    table.add_row(*("-" if share is None else f"{share:.0%}" for share in stats.acceptance_by_position))
+    return table
