@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import track
     from transformers.utils import logging
 
+    from ..evaluation.environment import environment
     from ..evaluation.prompts import DEMO_PROMPTS
     from ..evaluation.real_pair import fetch_target, find_drafter
     from ..evaluation.runs import Pair, merge
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(
         args.json,
         {
+            "environment": environment(),
             "device": str(pair.target.device),
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "temperature": args.temperature,
@@ -95,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if not equal and args.temperature == 0:
         console.print(
-            "The ids differ. In low precision near-equal logits can change places when several tokens are checked at once; "
-            "in float32 this should not happen: please report it."
+            "The ids differ. In low precision near-equal logits can change places when several tokens are checked "
+            "at once; in float32 this should not happen: please report it."
         )
         return 1 if pair.target.dtype.itemsize == 4 else 0
     return 0

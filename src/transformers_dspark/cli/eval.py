@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
     from transformers.utils import logging
 
+    from ..evaluation.environment import environment
     from ..evaluation.prompts import read_conversations
     from ..evaluation.real_pair import fetch_target, find_drafter
     from ..evaluation.runs import Pair, converse, merge
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(
         args.json,
         {
+            "environment": environment(),
             "block_size": pair.drafter.config.block_size,
             "device": str(pair.target.device),
             "dtype": str(pair.target.dtype).removeprefix("torch."),

@@ -1,0 +1,66 @@
+"""Where a figure was measured: what a reader needs to judge it or to measure it again."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+PACKAGES = ("transformers-dspark", "transformers", "torch", "tokenizers", "safetensors")
+
+
+def environment() -> dict[str, Any]:
+    """Date, command, commit of the checkout, machine and versions, as plain strings and numbers."""
+    cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": shlex.join(
+            ["dspark" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name, *sys.argv[1:]]
+        ),
+        "commit": _commit(),
+        "device": torch.cuda.get_device_name() if cuda else _processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _commit() -> str | None:
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None  # not a checkout, or no git
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except ModuleNotFoundError:
+        return None
