@@ -1,8 +1,8 @@
 """
 `python -m benchmarks`: figures of the real pair on this machine, as a table and a JSON file.
 
-Repeats are interleaved (alone, drafted, alone, ...) and medians are taken, so that a machine whose speed drifts does not
-favour one side. The ids of all repeats are compared.
+Repeats are interleaved (alone, drafted, alone, ...) and medians are taken, so that a machine whose speed drifts favours no
+side. The ids of all repeats are compared.
 """
 
 from __future__ import annotations
