@@ -7,6 +7,7 @@ It waits until Transformers itself loads the modules concerned, so importing thi
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import wrapt
 
 _MODEL_TYPE = "dspark"
 _MARK = "_transformers_dspark_original"
+_AUTO = "transformers.models.auto.modeling_auto"
+_MODELING = f"{__package__}.modeling_dspark"
 
 
 def register() -> None:
@@ -135,13 +138,22 @@ def _detach_config(module: ModuleType) -> None:
 
 
 def _attach_model(module: ModuleType) -> None:
+    ours = sys.modules.get(_MODELING)
+    if ours is None:
+        ours = importlib.import_module(_MODELING)
+    if not hasattr(ours, "DSparkDrafter"):
+        return  # it is loading and has caused this import itself; `_attach_drafter` follows
     import transformers
 
-    from .modeling_dspark import DSparkConfig, DSparkDrafter
+    module.AutoModel.register(ours.DSparkConfig, ours.DSparkDrafter, exist_ok=True)
+    # `pipeline(assistant_model="org/drafter")` looks the architecture's name up there. Transformers replaces its own
+    # module object once while its modeling code loads; that has happened by now.
+    transformers.DSparkDrafter = ours.DSparkDrafter
 
-    module.AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)
-    # `pipeline(assistant_model="org/drafter")` looks the architecture's name up there
-    transformers.DSparkDrafter = DSparkDrafter
+
+def _attach_drafter(module: ModuleType) -> None:
+    if _AUTO in sys.modules:
+        _attach_model(sys.modules[_AUTO])
 
 
 def _detach_model(module: ModuleType) -> None:
@@ -153,11 +165,16 @@ def _detach_model(module: ModuleType) -> None:
     vars(transformers).pop("DSparkDrafter", None)
 
 
+def _nothing(module: ModuleType) -> None:
+    """`_detach_model` has undone it."""
+
+
 _Seam = tuple[Callable[[ModuleType], None], Callable[[ModuleType], None]]
 _SEAMS: dict[str, _Seam] = {
     "transformers.generation.utils": (_attach_slot, _detach_slot),
     "transformers.models.auto.configuration_auto": (_attach_config, _detach_config),
-    "transformers.models.auto.modeling_auto": (_attach_model, _detach_model),
+    _AUTO: (_attach_model, _detach_model),
+    _MODELING: (_attach_drafter, _nothing),
 }
 
 

@@ -49,8 +49,8 @@ class SpeculativeProcessors(LogitsProcessorList):
                 _copied(self[index])
             except Exception as error:  # whatever a user's class raises when it is copied
                 logger.warning_once(
-                    f"{type(self[index]).__name__} keeps state and cannot be copied ({error}), so nothing is drafted in "
-                    "this call. A `__deepcopy__` method would allow it."
+                    f"{type(self[index]).__name__} keeps state and cannot be copied ({error}), so nothing is drafted "
+                    "in this call. A `__deepcopy__` method would allow it."
                 )
                 return False
         return True

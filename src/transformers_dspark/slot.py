@@ -40,13 +40,13 @@ def check_request(
     name = type(target).__name__
     if mode not in (GenerationMode.ASSISTED_GENERATION, GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise NotImplementedError(
-            f"A DSpark drafter works with greedy decoding and sampling; this call asks for {mode.value}. Set num_beams=1 "
-            "and leave the options of other search methods unset, or drop the drafter."
+            f"A DSpark drafter works with greedy decoding and sampling; this call asks for {mode.value}. Set "
+            "num_beams=1 and leave the options of other search methods unset, or drop the drafter."
         )
     if (config.num_return_sequences or 1) > 1:
         raise NotImplementedError(
-            f"num_return_sequences={config.num_return_sequences} is not supported with a DSpark drafter yet: call generate "
-            "once per sequence."
+            f"num_return_sequences={config.num_return_sequences} is not supported with a DSpark drafter yet: call "
+            "generate once per sequence."
         )
     if target.config.is_encoder_decoder:
         raise NotImplementedError(f"{name} is an encoder-decoder model; DSpark drafts for decoder-only targets.")
@@ -167,8 +167,8 @@ def generate(
 def _check_call(target: PreTrainedModel, input_ids: torch.Tensor, cache: Cache | None) -> None:
     if input_ids.shape[0] != 1:
         raise NotImplementedError(
-            f"This version generates with a DSpark drafter for one prompt at a time, and was given {input_ids.shape[0]}: "
-            "call generate once per prompt."
+            f"This version generates with a DSpark drafter for one prompt at a time, and was given "
+            f"{input_ids.shape[0]}: call generate once per prompt."
         )
     if not isinstance(cache, Cache):
         raise NotImplementedError(
