@@ -16,6 +16,7 @@ LADDER = [
     "kernels",
     "configuration_dspark",
     "checkpoints",
+    "backbone_dspark",
     "heads_dspark",
     "modeling_dspark",
     "sampling",

@@ -1,4 +1,4 @@
-"""Configuration of a DSpark drafter: what a checkpoint says about itself, and nothing about machines or targets' weights."""
+"""Configuration of a DSpark drafter: what a checkpoint says about itself, nothing about machines or target weights."""
 
 from typing import Any
 
@@ -7,6 +7,10 @@ from transformers import PreTrainedConfig
 
 BACKBONES = ("qwen3", "gemma4")
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
+SIZES = (
+    "vocab_size", "draft_vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "block_size", "target_hidden_size",
+)  # fmt: skip
 
 
 class DSparkConfig(PreTrainedConfig):
@@ -15,16 +19,17 @@ class DSparkConfig(PreTrainedConfig):
 
     Args:
         vocab_size (`int`): Vocabulary of the target.
-        draft_vocab_size (`int`, *optional*): Number of tokens the drafter can propose. Defaults to `vocab_size`; a smaller
-            value needs the tensor `d2t` in the checkpoint (target id minus draft id, one per draft id).
+        draft_vocab_size (`int`, *optional*): Number of tokens the drafter can propose. Defaults to `vocab_size`; a
+            smaller value needs the tensor `d2t` in the checkpoint (target id minus draft id, one per draft id).
         hidden_size (`int`): Width of the drafter and of the target's embedding and head, which it shares.
-        intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`): Geometry of the
-            backbone; `num_attention_heads * head_dim` need not equal `hidden_size`.
+        intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`): Geometry of
+            the backbone; `num_attention_heads * head_dim` need not equal `hidden_size`.
         backbone_type (`str`): `"qwen3"` (pre-norm, QK-norm) or `"gemma4"` (sandwich norms, value norm, layer scalar,
             attention scaling 1).
         attention_k_eq_v (`bool`): Gemma4 only: values are the un-normed keys; there is no value projection.
         final_logit_softcapping (`float`, *optional*): `cap * tanh(logits / cap)` on the base logits.
-        embedding_scale (`float`): Factor on rows of the drafter's own embedding table. A target's embedding brings its own.
+        embedding_scale (`float`): Factor on rows of the drafter's own embedding table. A target's embedding brings its
+            own.
         hidden_act, rms_norm_eps, attention_bias, max_position_embeddings, rope_parameters, initializer_range: As in
             Transformers' models.
         block_size (`int`): gamma, the number of drafted tokens.
@@ -38,9 +43,10 @@ class DSparkConfig(PreTrainedConfig):
         markov_head_type (`str`): `"vanilla"`, `"gated"` or `"rnn"`.
         enable_confidence_head (`bool`): Whether a confidence head exists.
         confidence_head_with_markov (`bool`): Whether it also reads the previous token's Markov embedding.
-        confidence_temperatures (`list[float]`, *optional*): One temperature per block position that divides the confidence
-            logit (sequential temperature scaling). `None` means 1.
-        own_embeddings (`bool`): Whether the drafter holds its own embedding and head. By default it borrows the target's.
+        confidence_temperatures (`list[float]`, *optional*): One temperature per block position that divides the
+            confidence logit (sequential temperature scaling). `None` means 1.
+        own_embeddings (`bool`): Whether the drafter holds its own embedding and head. By default it borrows the
+            target's.
 
     Raises:
         ValueError: a field, or a combination of fields, that no drafter can have.
@@ -49,15 +55,16 @@ class DSparkConfig(PreTrainedConfig):
     """
 
     model_type = "dspark"
+    _auto_class = "AutoConfig"  # see `DSparkDrafter`
 
     vocab_size: int = 32000
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int = None  # type: ignore[assignment]  # so marked: filled in by `__post_init__`
     hidden_size: int = 1024
     intermediate_size: int = 3072
     num_hidden_layers: int = 2
     num_attention_heads: int = 16
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = None  # type: ignore[assignment]
+    head_dim: int = None  # type: ignore[assignment]
     backbone_type: str = "qwen3"
     attention_k_eq_v: bool = False
     final_logit_softcapping: float | None = None
@@ -70,8 +77,8 @@ class DSparkConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     block_size: int = 7
     mask_token_id: int = 0
-    target_layer_ids: list[int] | None = None
-    target_hidden_size: int | None = None
+    target_layer_ids: list[int] = None  # type: ignore[assignment]
+    target_hidden_size: int = None  # type: ignore[assignment]
     num_target_layers: int | None = None
     sample_from_anchor: bool = True
     layout_source: str = "canonical"
@@ -103,36 +110,38 @@ class DSparkConfig(PreTrainedConfig):
         self._check()
 
     def _check(self) -> None:
-        problems = []
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "block_size"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name}={getattr(self, name)} must be at least 1")
+        problems = [
+            f"{name}={getattr(self, name)!r} must be a whole number of at least 1"
+            for name in SIZES
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
+        ]
+        taps = self.target_layer_ids
+        if not taps or not all(isinstance(tap, int) and tap >= -1 for tap in taps) or len(set(taps)) < len(taps):
+            problems.append(f"target_layer_ids={taps} must name different target layers, from -1 (embedding) up")
+        if problems:  # what follows compares these
+            raise ValueError(f"DSparkConfig: {'; '.join(problems)}.")
+        heads, kv_heads, rank = self.num_attention_heads, self.num_key_value_heads, self.markov_rank
+        if heads % kv_heads:
+            problems.append(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}")
+        if self.head_dim % 2:
+            problems.append(f"head_dim={self.head_dim} must be even for a rotary embedding")
         if self.backbone_type not in BACKBONES:
             problems.append(f"backbone_type={self.backbone_type!r} must be one of {BACKBONES}")
-        if self.num_attention_heads % max(self.num_key_value_heads or 1, 1):
-            problems.append(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}"
-            )
-        if self.markov_rank < 0:
-            problems.append(f"markov_rank={self.markov_rank} must be 0 (no sequential head) or more")
-        if self.markov_rank and self.markov_head_type not in MARKOV_HEADS:
+        if not isinstance(rank, int) or rank < 0:
+            problems.append(f"markov_rank={rank!r} must be 0 (no sequential head) or more")
+        elif rank and self.markov_head_type not in MARKOV_HEADS:
             problems.append(f"markov_head_type={self.markov_head_type!r} must be one of {MARKOV_HEADS}")
-        if self.enable_confidence_head and self.confidence_head_with_markov and self.markov_rank == 0:
+        if self.enable_confidence_head and self.confidence_head_with_markov and not rank:
             problems.append("confidence_head_with_markov=True needs markov_rank > 0")
         if not 0 <= self.mask_token_id < self.vocab_size:
             problems.append(f"mask_token_id={self.mask_token_id} must lie in 0..{self.vocab_size - 1}")
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+        if self.draft_vocab_size > self.vocab_size:
             problems.append(f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}")
-        if not self.target_layer_ids or min(self.target_layer_ids) < -1:
-            problems.append(f"target_layer_ids={self.target_layer_ids} must name target layers from -1 (embedding) up")
-        if len(set(self.target_layer_ids)) != len(self.target_layer_ids):
-            problems.append(f"target_layer_ids={self.target_layer_ids} names a layer twice")
         temperatures = self.confidence_temperatures
         if temperatures is not None and (len(temperatures) != self.block_size or min(temperatures) <= 0):
             problems.append(f"confidence_temperatures={temperatures} must hold {self.block_size} positive numbers")
         if problems:
-            raise ValueError("DSparkConfig: " + "; ".join(problems) + ".")
+            raise ValueError(f"DSparkConfig: {'; '.join(problems)}.")
 
     @property
     def num_taps(self) -> int:

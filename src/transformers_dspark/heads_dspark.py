@@ -29,7 +29,9 @@ class DSparkMarkovHead(nn.Module):
         """`(..., rank)` embedding of the previous tokens (target ids)."""
         return self.markov_w1(previous_ids)
 
-    def features(self, previous: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def features(
+        self, previous: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Input of the output map, and the next state, from `(..., rank)` embeddings and `(..., hidden)` states."""
         if self.kind == "vanilla":
             return previous, None
@@ -46,7 +48,7 @@ class DSparkMarkovHead(nn.Module):
         Features of whole blocks under teacher forcing, before the output map.
 
         Args:
-            previous_ids (`torch.LongTensor` of shape `(..., gamma)`): Token before each position; the first is the anchor.
+            previous_ids (`torch.LongTensor` of shape `(..., gamma)`): Token before each position; first, the anchor.
             hidden (`torch.FloatTensor` of shape `(..., gamma, hidden)`): Block states.
 
         Returns:
@@ -69,7 +71,7 @@ class DSparkConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
 
     def forward(self, hidden: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
-        """Confidence logits `(...)` from `(..., hidden)` block states and `(..., rank)` embeddings of previous tokens."""
+        """Confidence logits `(...)` of `(..., hidden)` block states, `(..., rank)` embeddings of previous tokens."""
         if self.with_markov and previous is not None:
             hidden = torch.cat((hidden.to(previous.dtype), previous), dim=-1)
         return self.proj(hidden.to(self.proj.weight.dtype)).squeeze(-1).float()

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from . import deepspec
 from .files import OpenedCheckpoint, local_folder, read_tensors
+from .unsupported import family_of
 
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -33,10 +34,14 @@ def open_checkpoint(
         return None
     if deepspec.recognises(raw):
         return deepspec.convert(raw, read_tensors(local_folder(path, **hub)), own_embeddings=own_embeddings)
+    opens = f"canonical DSpark checkpoints and the official DeepSpec ones ({', '.join(deepspec.ARCHITECTURES)})"
+    if family := family_of(raw):
+        raise NotImplementedError(
+            f"{path} is of the family {family}, which cannot run yet; this version opens {opens}."
+        )
     raise ValueError(
-        f"{path} is not a drafter that this version can open: model_type={raw.get('model_type')!r}, "
-        f"architectures={raw.get('architectures')}. It opens canonical DSpark checkpoints and the official DeepSpec ones "
-        f"({', '.join(deepspec.ARCHITECTURES)})."
+        f"{path} is not a drafter: model_type={raw.get('model_type')!r}, architectures={raw.get('architectures')}. "
+        f"This version opens {opens}."
     )
 
 

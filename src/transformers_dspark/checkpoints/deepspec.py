@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from ..configuration_dspark import DSparkConfig
 from .files import OpenedCheckpoint
+from .unsupported import family_of
 
 
 ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
-# fields that mean the same in both forms
-_SHARED_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "rms_norm_eps", "attention_bias", "max_position_embeddings", "initializer_range", "block_size", "mask_token_id",
-    "target_layer_ids", "num_target_layers", "markov_head_type", "tie_word_embeddings", "pad_token_id", "bos_token_id",
-    "eos_token_id",
+# fields without which nothing can be built; `head_dim` has a default in the Qwen3 form only
+_REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "block_size",
+    "mask_token_id", "target_layer_ids",
 )  # fmt: skip
-_NOT_YET = ("dflash_query_causal", "attention_sink_bias", "quantization_config")
-_PREFIXES = ("model.", "draft_model.")
+# fields that mean the same in both forms
+_SHARED = (
+    *_REQUIRED, "num_key_value_heads", "rms_norm_eps", "attention_bias", "max_position_embeddings",
+    "initializer_range", "num_target_layers", "markov_head_type", "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+# options of other projects that kept the architecture's name, with the value that changes nothing
+_FOREIGN = {
+    "dflash_query_causal": False,
+    "attention_sink_bias": False,
+    "quantization_config": None,
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "sample_from_anchor": True,
+    "query_zero_predicts_next": True,
+    "dspark_bonus_anchor": False,
+}
+_PREFIXES = ("model.", "draft_model.", "logit_head.")
+_EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 
 
 def recognises(raw: dict[str, Any]) -> bool:
-    """Whether a configuration is DeepSpec's: its architecture, and no other project's nested block."""
-    named = any(name in ARCHITECTURES for name in raw.get("architectures") or ())
-    return named and "dflash_config" not in raw and "speculators_model_type" not in raw
+    """Whether a configuration is DeepSpec's: its architecture, and no sign of another project."""
+    return any(name in ARCHITECTURES for name in raw.get("architectures") or ()) and family_of(raw) is None
 
 
 def convert(raw: dict[str, Any], tensors: dict[str, torch.Tensor], *, own_embeddings: bool) -> OpenedCheckpoint:
@@ -36,55 +52,72 @@ def convert(raw: dict[str, Any], tensors: dict[str, torch.Tensor], *, own_embedd
         own_embeddings (`bool`): Keep the file's embedding and head.
 
     Raises:
-        ValueError: a field or tensor contradicts another.
+        ValueError: a field or tensor is missing or contradicts another.
         NotImplementedError: an option that cannot run yet.
     """
+    raw = (raw.get("text_config") or {}) | (raw.get("dspark_config") or {}) | raw
     _refuse_what_cannot_run(raw)
-    tensors = {_canonical(name): tensor for name, tensor in tensors.items() if not name.endswith("inv_freq")}
-    gemma4 = raw.get("model_type") == "gemma4_text"
-    if own_embeddings and "embed_tokens.weight" not in tensors:
-        raise ValueError("own_embeddings=True, but the checkpoint holds no embed_tokens.weight; borrow the target's instead.")
+    gemma4 = "Gemma4DSparkModel" in raw["architectures"]
+    required = (*_REQUIRED, "head_dim", "rope_parameters") if gemma4 else _REQUIRED
+    if missing := [name for name in required if raw.get(name) is None]:
+        raise ValueError(f"The configuration of this DeepSpec checkpoint lacks {', '.join(missing)}.")
+    tensors = _canonical_names(tensors)
+    tied = bool(raw.get("tie_word_embeddings")) and _same_embeddings(tensors)
     if not own_embeddings:
-        tensors = {name: t for name, t in tensors.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
-    tied = bool(raw.get("tie_word_embeddings"))
-    if own_embeddings and tied:
-        tensors.pop("lm_head.weight", None)
-    fields = {name: raw[name] for name in _SHARED_FIELDS if name in raw} | {
+        dropped: tuple[str, ...] = _EMBEDDINGS
+    elif "embed_tokens.weight" not in tensors:
+        raise ValueError("own_embeddings=True, but the checkpoint holds no embed_tokens.weight; borrow the target's.")
+    else:
+        dropped = ("lm_head.weight",) if tied else ()
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in dropped}
+    fields = {name: raw[name] for name in _SHARED if name in raw} | {
         "backbone_type": "gemma4" if gemma4 else "qwen3",
-        "hidden_act": raw.get("hidden_activation" if gemma4 else "hidden_act"),
+        "hidden_act": (raw.get("hidden_activation") or "gelu_pytorch_tanh")
+        if gemma4
+        else (raw.get("hidden_act") or "silu"),
         "final_logit_softcapping": raw.get("final_logit_softcapping"),
         "embedding_scale": float(raw["hidden_size"] ** 0.5) if gemma4 else 1.0,
         "own_embeddings": own_embeddings,
         "tie_word_embeddings": own_embeddings and tied,
-        "layout_source": "family (DeepSpec is anchor first)",
+        "layout_source": "flag" if "sample_from_anchor" in raw else "family (DeepSpec is anchor first)",
         **(_gemma4_attention(raw) if gemma4 else _qwen3_attention(raw)),
         **_heads(raw, tensors),
     }
     _check_context_projection(fields, tensors)
-    return OpenedCheckpoint(DSparkConfig(**fields), tensors, tensors["fc.weight"].dtype)
+    return OpenedCheckpoint(DSparkConfig(**fields), tensors, _body_dtype(tensors))
 
 
-def _canonical(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
+def _canonical_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    named = {}
+    for name, tensor in tensors.items():
+        short = name
+        for prefix in _PREFIXES:
+            short = short.removeprefix(prefix)
+        if short.endswith("inv_freq"):  # rotary buffers follow from the configuration
+            continue
+        if short in named:
+            raise ValueError(f"The checkpoint holds {short} twice, once as {name}; save it once.")
+        named[short] = tensor
+    return named
 
 
 def _refuse_what_cannot_run(raw: dict[str, Any]) -> None:
-    asked = [name for name in _NOT_YET if raw.get(name)]
+    asked = [f"{name}={raw[name]}" for name, neutral in _FOREIGN.items() if raw.get(name) not in (neutral, None)]
     if "sliding_attention" in (raw.get("layer_types") or ()):
-        asked.append("layer_types with sliding_attention")
-    if raw.get("enable_moe_block") or raw.get("hidden_size_per_layer_input") or raw.get("num_kv_shared_layers"):
-        asked.append("experts, per-layer inputs or shared keys and values")
+        asked.append("sliding_attention in layer_types")
     if asked:
-        raise NotImplementedError(f"This DeepSpec checkpoint needs {', '.join(asked)}, which this version cannot run yet.")
+        raise NotImplementedError(
+            f"This checkpoint names a DeepSpec architecture, but needs {', '.join(asked)}, which this version cannot "
+            "run yet; it runs anchor-first drafters with full attention."
+        )
 
 
 def _qwen3_attention(raw: dict[str, Any]) -> dict[str, Any]:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    # Full rotary whatever the target's configuration left behind: the official code never reads partial or mrope fields.
-    kept = {name: value for name, value in rope.items() if name not in ("partial_rotary_factor", "mrope_section", "type")}
+    # Full rotary, whatever the target's configuration left behind: the official code reads no partial or mrope field.
+    unread = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "type")
+    kept = {name: value for name, value in rope.items() if name not in unread}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     kept |= {"rope_theta": theta, "rope_type": "default" if kind == "mrope" else kind}
     return {"head_dim": raw.get("head_dim"), "rope_parameters": kept}
@@ -94,11 +127,12 @@ def _gemma4_attention(raw: dict[str, Any]) -> dict[str, Any]:
     # every drafter layer is full attention, so Gemma4's "global" geometry and rotary parameters apply
     k_eq_v = bool(raw.get("attention_k_eq_v"))
     kv_heads = raw.get("num_global_key_value_heads") if k_eq_v else None
+    rope = raw["rope_parameters"]
     return {
         "head_dim": raw.get("global_head_dim") or raw["head_dim"],
-        "num_key_value_heads": kv_heads or raw["num_key_value_heads"],
+        "num_key_value_heads": kv_heads or raw.get("num_key_value_heads"),
         "attention_k_eq_v": k_eq_v,
-        "rope_parameters": dict(raw["rope_parameters"]["full_attention"]),
+        "rope_parameters": dict(rope.get("full_attention") or rope),
     }
 
 
@@ -109,12 +143,23 @@ def _heads(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, A
     rank = int(raw.get("markov_rank") or 0) if markov is None else markov.shape[1]
     enabled = bool(raw.get("enable_confidence_head")) or confidence is not None
     with_markov = bool(raw.get("confidence_head_with_markov")) and enabled
+    if with_markov and not rank:
+        raise ValueError(
+            "confidence_head_with_markov=True needs a sequential head, but markov_rank is 0 and the checkpoint holds "
+            "no markov_head tensors."
+        )
     if confidence is not None and confidence.shape[1] != raw["hidden_size"] + (rank if with_markov else 0):
         raise ValueError(
             f"confidence_head.proj.weight has {confidence.shape[1]} inputs, but hidden_size={raw['hidden_size']}, "
             f"markov_rank={rank} and confidence_head_with_markov={with_markov} do not add up to that."
         )
     return {"markov_rank": rank, "enable_confidence_head": enabled, "confidence_head_with_markov": with_markov}
+
+
+def _same_embeddings(tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether one table serves as both: the file has no head, or a copy of its embedding."""
+    embedding, head = (tensors.get(name) for name in _EMBEDDINGS)
+    return head is None or (embedding is not None and torch.equal(embedding, head))
 
 
 def _check_context_projection(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -126,3 +171,12 @@ def _check_context_projection(fields: dict[str, Any], tensors: dict[str, torch.T
             f"fc.weight reads {width} features, but {taps} taps of hidden size {fields['hidden_size']} give "
             f"{taps * fields['hidden_size']}; target_layer_ids does not belong to these weights."
         )
+
+
+def _body_dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype:
+    """The widest dtype among the body's matrices. Heads and norms may differ; they follow the body when loaded."""
+    body = [t.dtype for name, t in tensors.items() if name.startswith(("fc.", "layers.")) and t.dim() > 1]
+    return functools.reduce(torch.promote_types, body)
+
+
+__all__ = ["ARCHITECTURES", "convert", "recognises"]

@@ -42,7 +42,12 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         ValueError: a file is damaged.
     """
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    names = ["model.safetensors"]
+    try:
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged or incomplete ({error!r}); fetch it again.") from error
     tensors: dict[str, torch.Tensor] = {}
     for name in names:
         if not (folder / name).exists():
@@ -52,3 +57,6 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{folder / name} is damaged or incomplete ({error}); fetch it again.") from error
     return tensors
+
+
+__all__ = ["OpenedCheckpoint", "local_folder", "read_tensors"]

@@ -43,14 +43,18 @@ class Objective:
         blocks_per_chunk: int = 1024,
         sums: Callable[..., LossSums] = loss_sums,
     ) -> None:
-        self.drafter, self.weights, self.blocks_per_chunk, self.sums = drafter, weights or LossWeights(), blocks_per_chunk, sums
+        self.drafter, self.weights, self.blocks_per_chunk, self.sums = (
+            drafter,
+            weights or LossWeights(),
+            blocks_per_chunk,
+            sums,
+        )
         config = drafter.config
         self.draft_ids: torch.Tensor | None = None
         if config.has_reduced_vocabulary:
-            draft = torch.arange(config.draft_vocab_size, device=drafter.device)
-            self.draft_ids = drafter.draft_ids_to_target(draft)
+            self.draft_ids = drafter.draft_vocabulary()
             self.draft_of_target = torch.full((config.vocab_size,), -1, device=drafter.device)
-            self.draft_of_target[self.draft_ids] = draft
+            self.draft_of_target[self.draft_ids] = torch.arange(config.draft_vocab_size, device=drafter.device)
 
     def backward(self, taps: torch.Tensor, last_hidden: torch.Tensor, blocks: Blocks) -> BatchLoss:
         """
@@ -74,15 +78,20 @@ class Objective:
         denominator = weights.sum()
         sums = torch.zeros(4, device=taps.device)
         index = blocks.position_ids.clamp(max=length - 1).view(rows, -1, 1)
-        aligned = last_hidden.gather(1, index.expand(-1, -1, last_hidden.shape[-1])).view(-1, gamma, last_hidden.shape[-1])
+        aligned = last_hidden.gather(1, index.expand(-1, -1, last_hidden.shape[-1])).view(
+            -1, gamma, last_hidden.shape[-1]
+        )
         for chunk in used.split(self.blocks_per_chunk):
             parts = self._chunk(by_block[chunk], aligned[chunk], previous[chunk], labels[chunk], weights[chunk])
             total = parts.total(self.weights, denominator)
             total.backward()
-            sums += torch.stack([t.detach() for t in (total * denominator, parts.cross_entropy, parts.l1, parts.confidence)])
+            sums += torch.stack(
+                [t.detach() for t in (total * denominator, parts.cross_entropy, parts.l1, parts.confidence)]
+            )
         if leaf.grad is not None:
             states.backward(leaf.grad)
-        return BatchLoss(*(sums / denominator.clamp(min=1e-6)).unbind(), positions=valid.sum())
+        total, cross_entropy, l1, confidence = (sums / denominator.clamp(min=1e-6)).unbind()
+        return BatchLoss(total, cross_entropy, l1, confidence, valid.sum())
 
     def _chunk(
         self,
@@ -107,5 +116,11 @@ class Objective:
         with torch.no_grad():
             target_logits = drafter.target_logits(target_states).flatten(0, 1)
         return self.sums(
-            logits.flatten(0, 1), target_logits, labels.flatten(), confidence, weights.flatten(), self.draft_ids, in_draft
+            logits.flatten(0, 1),
+            target_logits,
+            labels.flatten(),
+            confidence,
+            weights.flatten(),
+            self.draft_ids,
+            in_draft,
         )

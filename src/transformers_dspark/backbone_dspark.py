@@ -1,0 +1,147 @@
+"""The backbone of a drafter: layers that mix a block, and the context whose keys and values they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.models.qwen3.modeling_qwen3 import rotate_half
+
+from .configuration_dspark import DSparkConfig
+
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+Join = Callable[[torch.Tensor, torch.Tensor], KeysValues]  # a block's keys and values -> those of context and block
+
+
+class DSparkContext:
+    """
+    Keys and values of committed tokens, one pair of `(rows, kv_heads, capacity, head_dim)` buffers a layer.
+
+    A committed token's entry is computed once. The block's own entries are written behind the committed ones, where
+    the next commit overwrites them, so attention reads one contiguous view and nothing is copied or cropped.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.length = 0
+        self._buffers: list[KeysValues | None] = [None] * num_layers
+
+    def append(self, keys_values: list[KeysValues]) -> None:
+        """Commits `n` tokens: a `(rows, kv_heads, n, head_dim)` pair for each layer."""
+        for layer, (keys, values) in enumerate(keys_values):
+            self.stage(layer, keys, values)
+        self.length += keys_values[0][0].shape[2]
+
+    def stage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+        """Writes entries behind the committed ones of a layer and returns views of all of them."""
+        end = self.length + keys.shape[2]
+        buffers = self._buffers[layer]
+        if buffers is None or buffers[0].shape[2] < end:
+            buffers = self._buffers[layer] = self._grown(buffers, keys, end)
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            buffer[:, :, self.length : end] = new
+        return buffers[0][:, :, :end], buffers[1][:, :, :end]
+
+    def _grown(self, old: KeysValues | None, like: torch.Tensor, end: int) -> KeysValues:
+        rows, heads, _, dim = like.shape
+        fresh = (like.new_empty(rows, heads, 2 * end, dim), like.new_empty(rows, heads, 2 * end, dim))
+        if old is not None:
+            for new, previous in zip(fresh, old, strict=True):
+                new[:, :, : self.length] = previous[:, :, : self.length]
+        return fresh
+
+
+class DSparkAttention(nn.Module):
+    """Queries from the block; keys and values from the context (projected and cached per token) and the block."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        gemma4 = config.backbone_type == "gemma4"
+        self.scaling = 1.0 if gemma4 else self.head_dim**-0.5
+        width, bias, eps = config.hidden_size, config.attention_bias, config.rms_norm_eps
+        inner, kv_inner = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(width, inner, bias=bias)
+        self.k_proj = nn.Linear(width, kv_inner, bias=bias)
+        self.v_proj = None if gemma4 and config.attention_k_eq_v else nn.Linear(width, kv_inner, bias=bias)
+        self.o_proj = nn.Linear(inner, width, bias=bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps)
+        self.v_norm = nn.RMSNorm(self.head_dim, eps, elementwise_affine=False) if gemma4 else nn.Identity()
+
+    def keys_values(self, states: torch.Tensor, cos_sin: KeysValues) -> KeysValues:
+        """Projects `(rows, n, hidden)` states to rotated keys and values of shape `(rows, kv_heads, n, head_dim)`."""
+        shape = (*states.shape[:-1], -1, self.head_dim)
+        raw = self.k_proj(states).view(shape)
+        values = raw if self.v_proj is None else self.v_proj(states).view(shape)
+        return _rotated(self.k_norm(raw), *cos_sin).transpose(1, 2), self.v_norm(values).transpose(1, 2)
+
+    def forward(
+        self, states: torch.Tensor, cos_sin: KeysValues, join: Join, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Mixes `(rows, n, hidden)` block states; `mask` is True where a query may look, `None` shows all."""
+        raw = self.q_norm(self.q_proj(states).view(*states.shape[:-1], -1, self.head_dim))
+        queries = _rotated(raw, *cos_sin).transpose(1, 2)
+        keys, values = join(*self.keys_values(states, cos_sin))
+        rows, heads, length, dim = queries.shape
+        group = heads // keys.shape[1]
+        if mask is None:
+            # every row of a block sees the same keys, so the heads of a group become more rows: no copy of the keys
+            folded = queries.reshape(rows, keys.shape[1], group * length, dim)
+            mixed = F.scaled_dot_product_attention(folded, keys, values, scale=self.scaling)
+        else:
+            keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
+            mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scaling)
+        return self.o_proj(mixed.reshape(rows, heads, length, dim).transpose(1, 2).reshape(rows, length, -1))
+
+
+class DSparkMLP(nn.Module):
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states))
+
+
+class DSparkLayer(nn.Module):
+    """A decoder layer: Qwen3's pre-norm form, or Gemma4's sandwich norms with a layer scalar."""
+
+    layer_scalar: torch.Tensor
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.sandwich = config.backbone_type == "gemma4"
+        self.self_attn = DSparkAttention(config)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if self.sandwich:
+            self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(
+        self, states: torch.Tensor, cos_sin: KeysValues, join: Join, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        mixed = self.self_attn(self.input_layernorm(states), cos_sin, join, mask)
+        if not self.sandwich:
+            states = states + mixed
+            return states + self.mlp(self.post_attention_layernorm(states))
+        states = states + self.post_attention_layernorm(mixed)
+        states = states + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(states)))
+        return states * self.layer_scalar
+
+
+def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Applies the rotary embedding to `(rows, n, heads, head_dim)` with `(rows, n, head_dim)` angles."""
+    return states * cos.unsqueeze(2) + rotate_half(states) * sin.unsqueeze(2)
+
+
+__all__ = ["DSparkAttention", "DSparkContext", "DSparkLayer", "KeysValues"]
