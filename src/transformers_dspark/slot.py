@@ -24,6 +24,7 @@ from .generation_config import DraftingOptions
 from .modeling_dspark import DSparkDrafter
 from .processors import SpeculativeProcessors, SpeculativeStopping
 from .sampling import accept, accept_greedy
+from .target import few_rows_head
 from .telemetry import DSparkGenerateOutput, GenerationStats
 
 
@@ -115,7 +116,7 @@ def assisted_decoding(
     bound = _compat.rebind(loop, _speculative_sampling=rounds.verify, _split_model_outputs=rounds.split)
     mask, mask_length = kwargs.get("attention_mask"), getattr(generation_config, _compat.MASK_LENGTH, -1)
     view = _TargetView(target, rounds, input_ids.shape[1], mask, mask_length)
-    with drafting.taps:
+    with drafting.taps, few_rows_head(target):
         output = bound(view, input_ids, processors, stopping, config, **kwargs)
     return DSparkGenerateOutput(**output, dspark=rounds.stats) if isinstance(output, ModelOutput) else output
 

@@ -1,4 +1,4 @@
-"""Reads a target's hidden states at the drafter's taps.
+"""A target's anatomy: its hidden states at the drafter's taps, its layers and its head.
 
 Transformers returns hidden states of chosen layers through `output_hidden_states=[...]`; entry i + 1 is the output of
 layer i and entry 0 the embedding output, scaled as the model scales it. Only the last layer needs a hook, because its
@@ -7,7 +7,8 @@ entry has passed the final norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
+
+from .modeling_dspark import few_rows_linear
 
 
 class TargetTaps:
@@ -86,6 +89,24 @@ class TargetTaps:
         return torch.cat(taps, dim=-1)
 
 
+@contextmanager
+def few_rows_head(target: PreTrainedModel) -> Iterator[None]:
+    """
+    Lets the target's head use [`~transformers_dspark.modeling_dspark.few_rows_linear`] while the context lasts: when
+    a handful of tokens is checked on a CPU, a plain head would take half of the step. A head that is not a plain
+    linear layer on the CPU, or whose forward someone else replaced, stays as it is.
+    """
+    head = target.get_output_embeddings()
+    if type(head) is not nn.Linear or head.weight.device.type != "cpu" or "forward" in vars(head):
+        yield
+        return
+    head.forward = lambda states: few_rows_linear(states, head.weight, head.bias)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del head.forward
+
+
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """
     The decoder layers of a target, in order, wherever its class keeps them.
@@ -105,4 +126,4 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-__all__ = ["TargetTaps", "decoder_layers"]
+__all__ = ["TargetTaps", "decoder_layers", "few_rows_head"]
