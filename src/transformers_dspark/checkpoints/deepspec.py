@@ -124,12 +124,14 @@ def _qwen3_attention(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma4_attention(raw: dict[str, Any]) -> dict[str, Any]:
-    # every drafter layer is full attention, so Gemma4's "global" geometry and rotary parameters apply
+    # Every drafter layer is full attention, so Gemma4's "global" geometry and rotary parameters apply. Newer releases of
+    # Transformers write that geometry layer by layer, and only where it differs.
+    layer = (raw.get("per_layer_config") or {}).get("0") or {}
     k_eq_v = bool(raw.get("attention_k_eq_v"))
-    kv_heads = raw.get("num_global_key_value_heads") if k_eq_v else None
+    kv_heads = layer.get("num_key_value_heads") or (raw.get("num_global_key_value_heads") if k_eq_v else None)
     rope = raw["rope_parameters"]
     return {
-        "head_dim": raw.get("global_head_dim") or raw["head_dim"],
+        "head_dim": layer.get("head_dim") or raw.get("global_head_dim") or raw["head_dim"],
         "num_key_value_heads": kv_heads or raw.get("num_key_value_heads"),
         "attention_k_eq_v": k_eq_v,
         "rope_parameters": dict(rope.get("full_attention") or rope),
