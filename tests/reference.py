@@ -60,8 +60,8 @@ class Reference(nn.Module):
         super().__init__()
         own = SIZES | (QWEN3 if backbone == "Qwen3" else GEMMA4) | changes
         self.facts = SPECIAL | {name: own.pop(name) for name in SPECIAL if name in own}
-        config_class, module = (Qwen3Config, qwen3) if backbone == "Qwen3" else (Gemma4TextConfig, gemma4)
         self.backbone = backbone
+        config_class = Qwen3Config if backbone == "Qwen3" else Gemma4TextConfig
         config = self.config = config_class(**own, attn_implementation="eager")
         norm_class = qwen3.Qwen3RMSNorm if backbone == "Qwen3" else gemma4.Gemma4RMSNorm
         layer_class = qwen3.Qwen3DecoderLayer if backbone == "Qwen3" else gemma4.Gemma4TextDecoderLayer
@@ -105,7 +105,7 @@ class Reference(nn.Module):
 
     @torch.no_grad()
     def draft(self, taps: torch.Tensor, anchors: torch.Tensor):
-        """Hidden states, base logits, ids, corrected logits and confidence logits of a block behind `(rows, n)` taps."""
+        """States, base logits, ids, corrected logits and confidence logits of a block behind `(rows, n, ...)` taps."""
         rows, length, _ = taps.shape
         gamma = self.facts["block_size"]
         block = torch.full((rows, gamma), self.facts["mask_token_id"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
-from transformers.models.qwen3.modeling_qwen3 import rotate_half
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 from .configuration_dspark import DSparkConfig
 
@@ -98,6 +99,49 @@ class DSparkAttention(nn.Module):
         return self.o_proj(mixed.reshape(rows, heads, length, dim).transpose(1, 2).reshape(rows, length, -1))
 
 
+class DSparkRotaryEmbedding(nn.Module):
+    """
+    Angles of any kind of rotary embedding that Transformers knows.
+
+    The frequencies stay in float32 when the drafter is cast: rounded to bfloat16, they would be wrong by whole turns
+    after some hundred positions. Transformers recognises the class by its name when it fills in buffers on loading.
+    """
+
+    inv_freq: torch.Tensor
+    original_inv_freq: torch.Tensor
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = (config.rope_parameters or {})["rope_type"]
+        kinds = ROPE_INIT_FUNCTIONS | {"default": self.compute_default_rope_parameters}
+        frequencies, self.attention_scaling = kinds[self.rope_type](config)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.register_buffer("original_inv_freq", frequencies.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: DSparkConfig, **kwargs: Any) -> tuple[torch.Tensor, float]:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
+        return 1.0 / ((config.rope_parameters or {})["rope_theta"] ** exponents), 1.0
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DSparkRotaryEmbedding:
+        exact = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            if getattr(self, name).dtype != torch.float32:
+                setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+    @dynamic_rope_update
+    def forward(self, like: torch.Tensor, position_ids: torch.Tensor) -> KeysValues:
+        """Cosines and sines `(rows, n, head_dim)` at `(rows, n)` positions, with the dtype and device of `like`."""
+        angles = position_ids[..., None].to(like.device).float() * self.inv_freq.to(like.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(like.dtype), sin.to(like.dtype)
+
+
 class DSparkMLP(nn.Module):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -141,7 +185,8 @@ class DSparkLayer(nn.Module):
 
 def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Applies the rotary embedding to `(rows, n, heads, head_dim)` with `(rows, n, head_dim)` angles."""
-    return states * cos.unsqueeze(2) + rotate_half(states) * sin.unsqueeze(2)
+    first, second = states.chunk(2, dim=-1)
+    return states * cos.unsqueeze(2) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(2)
 
 
-__all__ = ["DSparkAttention", "DSparkContext", "DSparkLayer", "KeysValues"]
+__all__ = ["DSparkAttention", "DSparkContext", "DSparkLayer", "DSparkRotaryEmbedding", "KeysValues"]

@@ -18,9 +18,8 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from .backbone_dspark import DSparkContext, DSparkLayer, KeysValues
+from .backbone_dspark import DSparkContext, DSparkLayer, DSparkRotaryEmbedding, KeysValues
 from .configuration_dspark import DSparkConfig
 from .heads_dspark import DSparkConfidenceHead, DSparkMarkovHead
 
@@ -78,7 +77,7 @@ class DSparkDrafter(PreTrainedModel):
     config: DSparkConfig
     d2t: torch.Tensor
     layers: Sequence[DSparkLayer]  # an `nn.ModuleList`
-    rotary_emb: Qwen3RotaryEmbedding
+    rotary_emb: DSparkRotaryEmbedding
     base_model_prefix = ""
     main_input_name = "taps"
     _supports_sdpa = True
@@ -98,7 +97,7 @@ class DSparkDrafter(PreTrainedModel):
             [DSparkLayer(config) for _ in range(config.num_hidden_layers)]
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.rotary_emb = DSparkRotaryEmbedding(config)
         self.markov_head = DSparkMarkovHead(config) if config.markov_rank else None
         self.confidence_head = DSparkConfidenceHead(config) if config.enable_confidence_head else None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embeddings else None
@@ -221,7 +220,7 @@ class DSparkDrafter(PreTrainedModel):
 
     def _context_keys_values(self, taps: torch.Tensor, position_ids: torch.Tensor) -> list[KeysValues]:
         states = self.hidden_norm(self.fc(taps.to(self.device, self.dtype)))
-        cos_sin = self.rotary_emb(states, position_ids.to(self.device))
+        cos_sin = self.rotary_emb(states, position_ids)
         return [layer.self_attn.keys_values(states, cos_sin) for layer in self.layers]
 
     def _backbone(
@@ -232,7 +231,7 @@ class DSparkDrafter(PreTrainedModel):
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         states = self.embed(block_ids)
-        cos_sin = self.rotary_emb(states, position_ids.to(self.device))
+        cos_sin = self.rotary_emb(states, position_ids)
         for index, layer in enumerate(self.layers):
             states = layer(states, cos_sin, functools.partial(join, index), mask)
         return self.norm(states)
@@ -420,8 +419,8 @@ class DSparkDrafter(PreTrainedModel):
 
 def few_rows_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """
-    `F.linear` for a vocabulary-sized weight. For 2 to 16 rows of float32 on the CPU the product is formed the other way
-    round, which the BLAS behind PyTorch does two to four times faster there; the sums are the same up to rounding.
+    `F.linear` for a vocabulary-sized weight. For 2 to 16 rows of float32 on the CPU the product is formed the other
+    way round, which PyTorch's BLAS does two to four times faster there; the sums are the same up to rounding.
     """
     rows = states.numel() // states.shape[-1]
     if states.device.type != "cpu" or states.dtype != torch.float32 or states.requires_grad or not 2 <= rows <= 16:

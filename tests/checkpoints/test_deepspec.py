@@ -1,14 +1,14 @@
-"""Official checkpoints of every kind, also those without golden data, against a drafter of Transformers' own layers."""
+"""Official checkpoints of every kind, with or without golden data, against a drafter of Transformers' own layers."""
 
 import json
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.golden import DATA
 from tests.reference import QWEN3, SIZES, Reference
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers_dspark import DSparkDrafter
 
 

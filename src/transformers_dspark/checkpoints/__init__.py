@@ -30,6 +30,8 @@ def open_checkpoint(
     """
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
     raw, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    if not raw:  # what Transformers makes of a folder without the file
+        raise FileNotFoundError(f"{path} holds no config.json; a drafter needs its configuration.")
     if raw.get("model_type") == "dspark":
         return None
     if deepspec.recognises(raw):

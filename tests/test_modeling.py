@@ -1,0 +1,328 @@
+"""The drafter as a model of Transformers: saving, reopening, binding, context, and its configuration."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaForCausalLM
+
+import transformers_dspark
+from transformers_dspark import DSparkConfig, DSparkDrafter
+
+
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+PACKAGE = Path(transformers_dspark.__file__).parent
+
+
+def make(**changes) -> DSparkDrafter:
+    torch.manual_seed(0)
+    config = DSparkConfig(
+        **SHAPE | {"mask_token_id": 49, "target_layer_ids": [0, 1], "markov_rank": 4, "block_size": 4} | changes
+    )
+    drafter = DSparkDrafter(config).eval()
+    if config.has_reduced_vocabulary:
+        drafter.d2t.copy_(torch.arange(config.draft_vocab_size))
+    return drafter
+
+
+def tiny_target(**changes) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_hidden_layers": 3} | changes)).eval()
+
+
+def fresh(code: str, *, without_package: bool = False, cwd: Path | None = None) -> str:
+    """Runs code in a new process, where `transformers_dspark` may be made unimportable."""
+    if without_package:
+        code = f"import sys; sys.modules['transformers_dspark'] = None\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# ---- saving
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"draft_vocab_size": 20, "enable_confidence_head": True, "confidence_head_with_markov": True},
+        {"own_embeddings": True, "markov_head_type": "gated"},
+        {"own_embeddings": True, "tie_word_embeddings": True, "markov_head_type": "rnn"},
+        {"backbone_type": "gemma4", "attention_k_eq_v": True, "head_dim": 8},
+        {"enable_confidence_head": True, "confidence_temperatures": [1.0, 1.5, 2.0, 0.5]},
+    ],
+    ids=["plain", "reduced vocabulary", "own", "tied", "gemma4", "temperatures"],
+)
+def test_round_trip(changes, tmp_path):
+    drafter = make(**changes)
+    drafter.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["model_type"] == "dspark"
+    assert raw["architectures"] == ["DSparkDrafter"]
+    files = load_file(tmp_path / "model.safetensors")
+    assert all(tensor.numel() for tensor in files.values())
+    for again in (DSparkDrafter.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)):
+        assert type(again) is DSparkDrafter
+        ours, theirs = drafter.state_dict(), again.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert again.config.confidence_temperatures == drafter.config.confidence_temperatures
+        again.save_pretrained(tmp_path / "again")
+        assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+        assert json.loads((tmp_path / "again" / "config.json").read_text()) == raw
+    assert type(AutoConfig.from_pretrained(tmp_path)) is DSparkConfig
+
+
+def test_shards_of_the_canonical_form(tmp_path):
+    drafter = make(own_embeddings=True)
+    drafter.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    again = DSparkDrafter.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in drafter.state_dict().items())
+
+
+REOPEN = """
+import hashlib, torch
+{imports}
+drafter = {opened}
+digest = hashlib.sha256()
+for name, tensor in sorted(drafter.state_dict().items()):
+    digest.update(name.encode() + tensor.numpy().tobytes())
+print(type(drafter).__module__.split(".")[0], digest.hexdigest())
+"""
+
+
+def digest_of(drafter: DSparkDrafter) -> str:
+    code = REOPEN.partition("digest =")[2].rpartition("print")[0]
+    scope = {"drafter": drafter}
+    exec("import hashlib\ndigest =" + code, scope)
+    return scope["digest"].hexdigest()
+
+
+def test_a_fresh_process_reopens_it(tmp_path):
+    drafter = make(draft_vocab_size=20)
+    drafter.save_pretrained(tmp_path)
+    imports = "import transformers_dspark\nfrom transformers import AutoConfig, AutoModel"
+    opened = f"AutoModel.from_pretrained({str(tmp_path)!r}, config=AutoConfig.from_pretrained({str(tmp_path)!r}))"
+    assert fresh(REOPEN.format(imports=imports, opened=opened)) == f"transformers_dspark {digest_of(drafter)}"
+
+
+def test_a_fresh_process_without_the_package_reopens_it(tmp_path):
+    """The folder brings its own code; only the weights' format and Transformers are needed."""
+    drafter = make(draft_vocab_size=20, markov_head_type="rnn")
+    drafter.save_pretrained(tmp_path / "drafter")
+    raw = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert raw["auto_map"] == {
+        "AutoConfig": "configuration_dspark.DSparkConfig",
+        "AutoModel": "modeling_dspark.DSparkDrafter",
+    }
+    for name in ("configuration", "modeling", "backbone", "heads"):
+        copy, source = tmp_path / "drafter" / f"{name}_dspark.py", PACKAGE / f"{name}_dspark.py"
+        assert copy.read_text() == source.read_text()
+    imports = f"import os; os.environ['HF_MODULES_CACHE'] = {str(tmp_path / 'modules')!r}\n"
+    imports += "from transformers import AutoModel"
+    opened = f"AutoModel.from_pretrained({str(tmp_path / 'drafter')!r}, trust_remote_code=True)"
+    printed = fresh(REOPEN.format(imports=imports, opened=opened), without_package=True, cwd=tmp_path)
+    assert printed == f"transformers_modules {digest_of(drafter)}"
+
+
+FORKS = """
+import os, sys
+import transformers.modeling_utils, torch._dynamo  # what every child would spend its time on; no model code
+assert "transformers.models.auto.modeling_auto" not in sys.modules
+for statement in {statements}:
+    child = os.fork()
+    if child == 0:
+        exec(statement + "; from transformers import AutoModel, AutoModelForCausalLM")
+        assert AutoModel._model_mapping._extra_content or "transformers_dspark" not in sys.modules
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(statement)
+"""
+
+
+def test_any_module_can_come_first():
+    """Ours or Transformers': our modules load Transformers', whose import hooks in turn ask for ours."""
+    names = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
+    statements = [f"import transformers_dspark.{name}" for name in names]
+    statements += [
+        f"import transformers_dspark; from transformers{name}"
+        for name in (
+            " import LlamaForCausalLM",
+            " import Qwen3ForCausalLM",
+            " import GenerationMixin",
+            " import pipeline",
+            ".models.qwen3.modeling_qwen3 import Qwen3Model",
+            ".models.auto import modeling_auto",
+        )
+    ]
+    assert fresh(FORKS.format(statements=statements)) == ""
+
+
+# ---- binding
+
+
+def test_binding_copies_nothing():
+    drafter, target = make(), tiny_target()
+    assert drafter.bind_target(target) is drafter
+    assert drafter._borrowed.head_weight.data_ptr() == target.lm_head.weight.data_ptr()
+    assert drafter._borrowed.embedding is target.get_input_embeddings()
+    before = drafter._borrowed
+    assert drafter.bind_target(target)._borrowed is before
+    assert not any(parameter is target.lm_head.weight for parameter in drafter.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "taps of hidden size 16, the target has 32"),
+        ({"vocab_size": 51}, "vocabulary has 50 tokens, the target's 51"),
+        ({"num_hidden_layers": 1}, "taps layer 1, the target's last is 0"),
+    ],
+)
+def test_target_that_does_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make().bind_target(tiny_target(**changes))
+
+
+def test_target_on_the_last_layer_and_the_embedding_fit():
+    make(target_layer_ids=[-1, 2]).check_target(tiny_target())
+
+
+# ---- drafting
+
+
+def test_reduced_vocabulary():
+    drafter, target = make(draft_vocab_size=20), tiny_target()
+    drafter.bind_target(target)
+    context = drafter.new_context()
+    with torch.no_grad():
+        drafter.extend_context(context, torch.randn(3, 5, 32), torch.arange(5).expand(3, -1))
+        anchors, places = torch.tensor([1, 2, 49]), torch.full((3,), 5)
+        hidden = drafter.block_states(anchors, places, context)
+        proposal = drafter.propose(anchors, places, context)
+        full = hidden @ target.lm_head.weight.T  # [3, 4, 50]
+    kept = torch.arange(20) * 2
+    assert proposal.logits.shape == (3, 4, 50)
+    assert torch.equal(proposal.logits.isfinite()[0, 0].nonzero().squeeze(1), kept)
+    assert bool((proposal.tokens % 2 == 0).all())
+    torch.testing.assert_close(drafter.unembed(hidden), full[..., kept])
+    bias = drafter.markov_head.markov_w2(drafter.markov_head.embed(anchors))
+    torch.testing.assert_close(proposal.logits[:, 0, kept], full[:, 0, kept] + bias)
+
+
+def test_rows_do_not_see_each_other():
+    drafter = make(own_embeddings=True, markov_head_type="rnn", enable_confidence_head=True)
+    taps, anchors = torch.randn(3, 6, 32), torch.tensor([3, 4, 5])
+
+    def propose(rows):
+        context = drafter.new_context()
+        drafter.extend_context(context, taps[rows], torch.arange(6).expand(len(rows), -1))
+        return drafter.propose(anchors[rows], torch.full((len(rows),), 6), context)
+
+    with torch.no_grad():
+        together = propose([0, 1, 2])
+        for row in range(3):
+            alone = propose([row])
+            assert torch.equal(alone.tokens[0], together.tokens[row])
+            torch.testing.assert_close(alone.logits[0], together.logits[row])
+            torch.testing.assert_close(alone.confidence[0], together.confidence[row])
+
+
+def test_select_and_keep_going():
+    drafter = make(own_embeddings=True, enable_confidence_head=True, confidence_head_with_markov=True)
+    context = drafter.new_context()
+    asked = []
+
+    def select(k, logits, tokens):
+        assert logits.shape == (2, 50)
+        assert tokens.shape == (2, k)
+        return torch.tensor([k, k + 10]), logits / 2
+
+    def keep_going(k, confidence, tokens):
+        asked.append((k, confidence.shape, tokens.tolist()))
+        return k < 2
+
+    with torch.no_grad():
+        drafter.extend_context(context, torch.randn(2, 3, 32), torch.arange(3).expand(2, -1))
+        arguments = (torch.tensor([1, 2]), torch.tensor([3, 3]), context)
+        proposal = drafter.propose(*arguments, select=select, keep_going=keep_going)
+        none = drafter.propose(*arguments, keep_going=lambda k, confidence, tokens: False)
+        wide = drafter.propose(*arguments, width=99)
+    assert proposal.tokens.tolist() == [[0, 1], [10, 11]]
+    assert proposal.logits.shape == (2, 2, 50)
+    assert proposal.confidence.shape == (2, 2)
+    assert [(k, shape) for k, shape, _ in asked] == [(0, (2,)), (1, (2,)), (2, (2,))]
+    assert asked[2][2] == [[0, 1], [10, 11]]
+    assert none.tokens.shape == (2, 0)
+    assert none.logits.shape == (2, 0, 50)
+    assert wide.tokens.shape == (2, 4)
+
+
+def test_confidence_temperatures():
+    drafter = make(own_embeddings=True, enable_confidence_head=True)
+    context = drafter.new_context()
+    with torch.no_grad():
+        drafter.extend_context(context, torch.randn(1, 3, 32), torch.arange(3)[None])
+        arguments = (torch.tensor([1]), torch.tensor([3]), context)
+        plain = drafter.propose(*arguments).confidence
+        drafter.config.confidence_temperatures = [1.0, 2.0, 0.5, 4.0]
+        tempered = drafter.propose(*arguments).confidence
+    torch.testing.assert_close(
+        tempered.logit(), plain.logit() / torch.tensor([1.0, 2.0, 0.5, 4.0]), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": "x"}, "vocab_size='x'"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"block_size": 2.5}, r"block_size=2\.5"),
+        ({"target_layer_ids": [1, 1]}, r"target_layer_ids=\[1, 1\]"),
+        ({"target_layer_ids": [-2]}, r"target_layer_ids=\[-2\]"),
+        ({"target_layer_ids": []}, r"target_layer_ids=\[\]"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads=3"),
+        ({"head_dim": 7}, "head_dim=7 must be even"),
+        ({"backbone_type": "llama"}, "backbone_type='llama'"),
+        ({"markov_rank": -1}, "markov_rank=-1"),
+        ({"markov_head_type": "lstm"}, "markov_head_type='lstm'"),
+        (
+            {"markov_rank": 0, "enable_confidence_head": True, "confidence_head_with_markov": True},
+            "confidence_head_with_markov=True needs markov_rank > 0",
+        ),
+        ({"mask_token_id": 50}, r"mask_token_id=50 must lie in 0\.\.49"),
+        ({"draft_vocab_size": 51}, "draft_vocab_size=51"),
+        ({"confidence_temperatures": [1.0]}, r"confidence_temperatures=\[1\.0\] must hold 4 positive numbers"),
+        ({"confidence_temperatures": [1.0, 1.0, 0.0, 1.0]}, "must hold 4 positive numbers"),
+    ],
+)
+def test_configurations_that_no_drafter_can_have(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def test_casting_keeps_the_rotary_frequencies():
+    drafter = make()
+    exact = drafter.rotary_emb.inv_freq.clone()
+    assert drafter.to(torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(drafter.rotary_emb.inv_freq, exact)
+    cos, _ = drafter.rotary_emb(torch.ones(1, dtype=torch.bfloat16), torch.tensor([[1000]]))
+    torch.testing.assert_close(cos[0, 0, 1], (1000 * exact[1]).cos().bfloat16())
+
+
+def test_filler_layout_is_refused():
+    with pytest.raises(NotImplementedError, match="sample_from_anchor=False"):
+        make(sample_from_anchor=False)
