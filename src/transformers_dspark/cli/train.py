@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import add_json_option, write_json
+from . import UsageError, add_json_option, write_json
 
 
 HELP = "train a drafter on answers that the target wrote (see `dspark data answers`)"
@@ -14,15 +14,23 @@ HELP = "train a drafter on answers that the target wrote (see `dspark data answe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="folder or hub id of the target model")
     parser.add_argument("--answers", required=True, type=Path, nargs="+", metavar="DIR", help="folders of answers")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="receives the drafter; run again to resume")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="receives the drafter; run again to resume"
+    )
     shape = parser.add_argument_group("shape of the drafter")
     shape.add_argument("--num-layers", type=int, default=5, help="backbone layers (default: %(default)s)")
     shape.add_argument("--block-size", type=int, default=7, help="tokens drafted at once (default: %(default)s)")
-    shape.add_argument("--taps", type=int, nargs="+", help="target layers that are read, from 0 (default: five, spread)")
-    shape.add_argument("--markov-rank", type=int, default=256, help="rank of the sequential head (default: %(default)s)")
+    shape.add_argument(
+        "--taps", type=int, nargs="+", help="target layers that are read, from 0 (default: five, spread)"
+    )
+    shape.add_argument(
+        "--markov-rank", type=int, default=256, help="rank of the sequential head (default: %(default)s)"
+    )
     shape.add_argument("--markov-head", choices=("vanilla", "gated", "rnn"), default="vanilla")
     shape.add_argument("--draft-vocab-size", type=int, help="propose only the most frequent tokens (default: all)")
-    shape.add_argument("--mask-token-id", type=int, help="input of the block behind its anchor (default: padding token)")
+    shape.add_argument(
+        "--mask-token-id", type=int, help="input of the block behind its anchor (default: padding token)"
+    )
     budget = parser.add_argument_group("budget and optimiser")
     budget.add_argument("--epochs", type=float, default=10.0, help="passes over the answers (default: %(default)s)")
     budget.add_argument("--max-seconds", type=float, help="stop after this much training time, cooled down")
@@ -42,12 +50,17 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from ..evaluation.plots import loss_curve
     from ..training.arguments import DrafterShape, TrainArguments
     from ..training.data import load_sequences
-    from ..training.trainer import Trainer
+    from ..training.trainer import LOG_NAME, Trainer
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {args.device} is not there: {str(error).splitlines()[0]}") from error
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     shape = DrafterShape(
         num_layers=args.num_layers,
         block_size=args.block_size,
@@ -73,16 +86,22 @@ def run(args: argparse.Namespace) -> int:
     trainer = Trainer(target, sequences, args.out, shape, arguments)
     size = sum(p.numel() for p in trainer.drafter.parameters())
     print(
-        f"{len(trainer.train_set)} answers to learn, {len(trainer.held_out_set)} held out; drafter of {size / 1e6:.1f} M "
-        f"parameters, taps {trainer.drafter.config.target_layer_ids}; at most {trainer.max_steps} steps",
+        f"{len(trainer.train_set)} answers to learn, {len(trainer.held_out_set)} held out; drafter of "
+        f"{size / 1e6:.1f} M parameters, taps {trainer.drafter.config.target_layer_ids}; at most "
+        f"{trainer.max_steps} steps",
         flush=True,
     )
     result = trainer.train()
-    print(f"held-out accepted length {result.accepted_length:.3f} over {result.rounds} rounds; drafter in {args.out}")
+    try:
+        loss_curve(args.out / LOG_NAME, args.out / "loss_curve.png")
+    except ImportError:
+        print("no picture of the losses: that needs matplotlib, from the extra `train`")
+    figure = f"{result.accepted_length:.3f} over {result.rounds} rounds" if result.rounds else "not measured"
+    print(f"held-out accepted length {figure}; drafter in {args.out}")
     write_json(
         args.json,
         {
-            "held_out_accepted_length": result.accepted_length,
+            "held_out_accepted_length": result.accepted_length if result.rounds else None,
             "held_out_acceptance_by_position": result.by_position,
             "rounds": result.rounds,
             "steps": trainer.step,

@@ -74,7 +74,7 @@ def pack_blocks(
         block_size (`int`): gamma.
         mask_token_id (`int`): Input token of the rows after the anchor.
     """
-    rows, length = input_ids.shape
+    length = input_ids.shape[1]
     offsets = torch.arange(block_size, device=input_ids.device)
     positions = anchors[..., None] + offsets  # (rows, num, gamma): the block's own rows, one before what they predict
     targets = positions + 1

@@ -1,4 +1,4 @@
-"""What a training run is told: shape of the drafter, budget, optimiser. Defaults follow the released recipe where it fits."""
+"""What a training run is told: shape of the drafter, budget, optimiser. Defaults follow the released recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class DrafterShape:
     Args:
         num_layers (`int`): Backbone layers.
         block_size (`int`): gamma.
-        target_layer_ids (`tuple[int, ...]`, *optional*): Taps; by default five, spread from the second layer to the last but one.
+        target_layer_ids (`tuple[int, ...]`, *optional*): Taps; by default five, spread from the second layer to the
+            last but one.
         markov_rank (`int`): Rank of the sequential head; 0 for none.
         markov_head_type (`str`): `"vanilla"`, `"gated"` or `"rnn"`.
         draft_vocab_size (`int`, *optional*): Keep only the most frequent tokens of the answers as proposals.
@@ -40,19 +41,22 @@ class TrainArguments:
 
     Args:
         epochs (`float`): Passes over the answers.
-        max_seconds (`float`, *optional*): Stop after this much training time. The learning rate follows whichever of the
-            two budgets is nearer its end, so a run that is cut by time has still cooled down.
+        max_seconds (`float`, *optional*): Stop after this much training time. The learning rate follows whichever of
+            the two budgets is nearer its end, so a run that is cut by time has still cooled down.
         tokens_per_batch (`int`): Padded tokens of context a step.
         anchors (`int`): Anchors a sequence.
         max_length (`int`): Longer answers are cut.
-        learning_rate, warmup, final_rate (`float`): Peak rate, share of the budget spent warming up, and the share of the
-            peak that is left at the end of the cosine.
+        learning_rate, warmup, final_rate (`float`): Peak rate, share of the budget spent warming up, and the share of
+            the peak that is left at the end of the cosine.
         clip (`float`): Largest gradient norm.
         held_out (`int`): Greedy answers kept aside for the accepted-length figure.
         evaluations (`int`): How often it is measured over the run.
         save_seconds (`float`): Interval between checkpoints to resume from.
         seed (`int`): Of initialisation, order and anchors.
         losses (`LossWeights`): Weights of the three losses.
+
+    Raises:
+        ValueError: a value outside its range.
     """
 
     epochs: float = 10.0
@@ -69,6 +73,22 @@ class TrainArguments:
     save_seconds: float = 120.0
     seed: int = 0
     losses: LossWeights = field(default_factory=LossWeights)
+
+    def __post_init__(self) -> None:
+        positive = ("epochs", "max_seconds", "tokens_per_batch", "anchors", "learning_rate", "clip", "evaluations")
+        given = {name: getattr(self, name) for name in positive if getattr(self, name) is not None}
+        wrong = [f"{name}={value} must be more than 0" for name, value in given.items() if not value > 0]
+        if self.max_length < 2:
+            wrong.append(f"max_length={self.max_length} must be at least 2")
+        if self.held_out < 0:
+            wrong.append(f"held_out={self.held_out} must be 0 or more")
+        wrong += [
+            f"{name}={getattr(self, name)} must lie in 0..1 (below 1)"
+            for name in ("warmup", "final_rate")
+            if not 0 <= getattr(self, name) < 1
+        ]
+        if wrong:
+            raise ValueError(f"Training arguments: {'; '.join(wrong)}.")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

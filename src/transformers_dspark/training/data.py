@@ -15,8 +15,8 @@ from .answers import read_answers
 @dataclass(frozen=True)
 class Sequences:
     """
-    Conversations of one set: `ids` holds `(length,)` arrays, `starts` where each answer begins, `greedy` whether it was
-    written at temperature 0.
+    Conversations of one set: `ids` holds `(length,)` arrays, `starts` where each answer begins, `greedy` whether it
+    was written at temperature 0.
     """
 
     ids: list[np.ndarray]
@@ -46,7 +46,9 @@ def load_sequences(folders: list[Path], max_length: int) -> Sequences:
                 starts.append(answer.prompt_length)
                 greedy.append(answer.temperature == 0.0)
     if not ids:
-        raise ValueError(f"{', '.join(map(str, folders))}: no answer of two tokens or more within max_length={max_length}.")
+        raise ValueError(
+            f"{', '.join(map(str, folders))}: no answer of two tokens or more within max_length={max_length}."
+        )
     return Sequences(ids, np.array(starts), np.array(greedy))
 
 
@@ -70,7 +72,9 @@ def frequent_tokens(sequences: Sequences, size: int, vocab_size: int) -> torch.T
 def batch_indices(lengths: np.ndarray, tokens_per_batch: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Groups of similar length whose padded size stays within the budget, in random order."""
     shuffled = rng.permutation(len(lengths))
-    ordered = np.concatenate([w[np.argsort(lengths[w], kind="stable")] for w in np.array_split(shuffled, max(1, len(shuffled) // 8192))])
+    ordered = np.concatenate(
+        [w[np.argsort(lengths[w], kind="stable")] for w in np.array_split(shuffled, max(1, len(shuffled) // 8192))]
+    )
     groups, start, longest = [], 0, 0
     for end, index in enumerate(ordered):
         longest = max(longest, int(lengths[index]))
@@ -94,7 +98,7 @@ def count_batches(sequences: Sequences, tokens_per_batch: int, seed: int) -> int
 def batches(
     sequences: Sequences, tokens_per_batch: int, seed: int, epoch: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields `(input_ids, loss_mask)` of one epoch, both `(rows, length)`, padded on the right with id 0 and mask 0."""
+    """Yields `(input_ids, loss_mask)` of one epoch, both `(rows, length)`, padded on the right with zeros."""
     for group in _groups(sequences, tokens_per_batch, seed, epoch):
         yield collate(sequences.pick(group))
 

@@ -1,4 +1,4 @@
-"""Accepted length on held-out greedy answers, replayed exactly without decoding: the target's tokens are already known."""
+"""Accepted length on held-out greedy answers, replayed without decoding: the target's tokens are already known."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .data import Sequences, collate
 
 @dataclass(frozen=True)
 class HeldOut:
-    """`accepted_length` includes the bonus token; `by_position` is the conditional acceptance at each block position."""
+    """`accepted_length` includes the bonus token; `by_position`: conditional acceptance at each block position."""
 
     accepted_length: float
     by_position: list[float]
@@ -28,8 +28,8 @@ def held_out_accepted_length(
     drafter: DSparkDrafter, target: PreTrainedModel, sequences: Sequences, anchors_at_once: int = 128
 ) -> HeldOut:
     """
-    Walks each answer as greedy decoding would: draft at the anchor, count the leading drafts that the target wrote, jump
-    behind them and the bonus token.
+    Walks each answer as greedy decoding would: draft at the anchor, count the leading drafts that the target wrote,
+    jump behind them and the bonus token.
 
     Args:
         drafter (`DSparkDrafter`): Bound to `target`.
@@ -41,16 +41,22 @@ def held_out_accepted_length(
     tried, passed = torch.zeros(gamma), torch.zeros(gamma)
     for row in range(len(sequences)):
         ids, mask = (t.to(drafter.device) for t in collate(sequences.pick(torch.tensor([row]).numpy())))
-        taps, _ = target_states(target, ids, drafter.config.target_layer_ids)
         start, length = int(sequences.starts[row]), ids.shape[1]
+        if length < start + 2:  # the prefill alone gives an answer of one token
+            continue
+        taps, _ = target_states(target, ids, drafter.config.target_layer_ids)
         matches = []
         for first in range(start, length - 1, anchors_at_once):
             anchors = torch.arange(first, min(first + anchors_at_once, length - 1), device=ids.device)[None]
-            blocks = pack_blocks(ids, mask, anchors, torch.ones_like(anchors, dtype=torch.bool), gamma, drafter.config.mask_token_id)
+            blocks = pack_blocks(
+                ids, mask, anchors, torch.ones_like(anchors, dtype=torch.bool), gamma, drafter.config.mask_token_id
+            )
             positions = torch.arange(length, device=ids.device)[None]
             states = drafter(taps, positions, blocks.ids, blocks.position_ids, block_mask(blocks, length))
             proposal = drafter.chain(blocks.previous[0, :, 0], states.view(anchors.shape[1], gamma, -1))
-            matches.append(((proposal.tokens == blocks.labels[0]) & blocks.valid[0]).long().cumprod(dim=-1).sum(dim=-1))
+            matches.append(
+                ((proposal.tokens == blocks.labels[0]) & blocks.valid[0]).long().cumprod(dim=-1).sum(dim=-1)
+            )
         accepted = torch.cat(matches).tolist()
         place = 0
         while place < len(accepted):

@@ -1,4 +1,4 @@
-"""The three training losses. Pure: logits and labels in, sums out; no model, no optimiser, no sampling of positions."""
+"""The three training losses. Pure: logits and labels in, sums out; no model, no optimiser, no choice of positions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The training objective of a batch: block states in one pass, then heads and losses in chunks of blocks.
 
-Logits never exist for more than one chunk: each chunk runs forward and backward before the next, and what it leaves on the
-block states is sent through the backbone once at the end.
+Logits never exist for more than one chunk: each chunk runs forward and backward before the next, and what it leaves on
+the block states is sent through the backbone once at the end.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Objective:
         Adds the gradients of a batch's loss to the drafter's parameters.
 
         Args:
-            taps (`torch.FloatTensor` of shape `(rows, length, num_taps * target_hidden_size)`): From the frozen target.
-            last_hidden (`torch.FloatTensor` of shape `(rows, length, target_hidden_size)`): The target's normed last states.
+            taps (`torch.FloatTensor` of shape `(rows, length, num_taps * target_hidden_size)`): Of the frozen target.
+            last_hidden (`torch.FloatTensor` of shape `(rows, length, target_hidden_size)`): Its normed last states.
             blocks (`Blocks`): Blocks of these rows.
         """
         rows, length, _ = taps.shape
@@ -81,7 +81,7 @@ class Objective:
         aligned = last_hidden.gather(1, index.expand(-1, -1, last_hidden.shape[-1])).view(
             -1, gamma, last_hidden.shape[-1]
         )
-        for chunk in used.split(self.blocks_per_chunk):
+        for chunk in used.split(self.blocks_per_chunk) if len(used) else ():
             parts = self._chunk(by_block[chunk], aligned[chunk], previous[chunk], labels[chunk], weights[chunk])
             total = parts.total(self.weights, denominator)
             total.backward()

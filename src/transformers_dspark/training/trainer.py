@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def new_drafter(target: PreTrainedModel, shape: DrafterShape, sequences: Sequenc
     """A fresh drafter of a shape, with the target's geometry, bound to it."""
     text = target.config.get_text_config()
     layers = text.num_hidden_layers
-    taps = shape.target_layer_ids or tuple(sorted({round(1 + i * (layers - 3) / 4) for i in range(5)}))
+    spread = (min(round(1 + i * (layers - 3) / 4), layers - 2) for i in range(5))  # a target of one layer: -1
+    taps = shape.target_layer_ids or tuple(sorted(set(spread)))
     mask_token = shape.mask_token_id
     if mask_token is None:
         ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
@@ -76,16 +78,27 @@ class Trainer:
         sequences (`Sequences`): The target's own answers.
         out (`Path`): Receives the drafter, `log.jsonl` and, while unfinished, `state.pt` to resume from.
         shape (`DrafterShape`), arguments (`TrainArguments`): See there.
+
+    Raises:
+        ValueError: the shape does not fit the target, or the answers are not of its vocabulary.
     """
 
-    def __init__(self, target: PreTrainedModel, sequences: Sequences, out: Path, shape: DrafterShape, arguments: TrainArguments) -> None:
-        self.target, self.out, self.arguments = target.requires_grad_(False).eval(), out, arguments
+    def __init__(
+        self, target: PreTrainedModel, sequences: Sequences, out: Path, shape: DrafterShape, arguments: TrainArguments
+    ) -> None:
+        self.target, self.out = target.requires_grad_(False).eval(), out
+        self.shape, self.arguments = shape, arguments
+        largest, size = max(int(ids.max()) for ids in sequences.ids), target.config.get_text_config().vocab_size
+        if largest >= size:
+            raise ValueError(f"The answers hold token {largest}, the target has {size}: another target wrote them.")
         self.train_set, self.held_out_set = split(sequences, arguments.held_out, arguments.seed)
         self.drafter = new_drafter(target, shape, self.train_set, arguments.seed).train()
         cuda = target.device.type == "cuda"
         sums = torch.compile(loss_sums, dynamic=True) if cuda else loss_sums
         self.objective = Objective(self.drafter, arguments.losses, sums=sums)
-        self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
+        self.optimizer = torch.optim.AdamW(
+            self.drafter.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda
+        )
         self.anchor_generator = torch.Generator(target.device).manual_seed(arguments.seed)
         self.steps_per_epoch = count_batches(self.train_set, arguments.tokens_per_batch, arguments.seed)
         self.max_steps = max(1, round(arguments.epochs * self.steps_per_epoch))
@@ -171,7 +184,9 @@ class Trainer:
         self.drafter.train()
         self.evaluations += 1
         by_position = [round(x, 4) for x in result.by_position]
-        self._log(bar, {"held_out_accepted_length": round(result.accepted_length, 4), "held_out_by_position": by_position})
+        self._log(
+            bar, {"held_out_accepted_length": round(result.accepted_length, 4), "held_out_by_position": by_position}
+        )
         return result
 
     def _log(self, bar: tqdm, record: dict[str, Any]) -> None:
@@ -187,7 +202,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "anchors": self.anchor_generator.get_state(),
             "counters": {"step": self.step, "seconds": self.seconds, "evaluations": self.evaluations},
-            "arguments": self.arguments.to_dict(),
+            "run": self._identity(),
         }
         part = self.out / (STATE_NAME + ".part")
         torch.save(state, part)
@@ -196,11 +211,30 @@ class Trainer:
     def _resume(self) -> None:
         path = self.out / STATE_NAME
         if not path.exists():
+            self._cut_log()
             return
         state = torch.load(path, map_location=self.target.device, weights_only=True)
-        if state["arguments"] != self.arguments.to_dict():
-            raise ValueError(f"{path} belongs to a run with other arguments; use the same ones or another folder.")
+        ours, theirs = self._identity(), state["run"]
+        if changed := [name for name in ours if theirs.get(name) != ours[name]]:
+            raise ValueError(
+                f"{path} belongs to a run with other settings ({', '.join(changed)}); use the same, or another folder."
+            )
         self.drafter.load_state_dict(state["drafter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.anchor_generator.set_state(state["anchors"].cpu())
         self.step, self.seconds, self.evaluations = (state["counters"][k] for k in ("step", "seconds", "evaluations"))
+        self._cut_log()
+
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run must share with the one that stopped."""
+        config = self.drafter.config
+        target = {"hidden size": config.hidden_size, "vocabulary": config.vocab_size, "taps": config.target_layer_ids}
+        answers = {"answers": len(self.train_set), "tokens": sum(map(len, self.train_set.ids))}
+        return self.arguments.to_dict() | asdict(self.shape) | target | answers
+
+    def _cut_log(self) -> None:
+        """Drops what an earlier run logged beyond the step to go on from."""
+        log = self.out / LOG_NAME
+        if log.exists():
+            lines = log.read_text().splitlines(keepends=True)
+            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step and self.step))
