@@ -124,8 +124,8 @@ def _qwen3_attention(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma4_attention(raw: dict[str, Any]) -> dict[str, Any]:
-    # Every drafter layer is full attention, so Gemma4's "global" geometry and rotary parameters apply. Newer releases of
-    # Transformers write that geometry layer by layer, and only where it differs.
+    # Every drafter layer is full attention, so Gemma4's "global" geometry and rotary parameters apply. Newer releases
+    # of Transformers write that geometry layer by layer, and only where it differs.
     layer = (raw.get("per_layer_config") or {}).get("0") or {}
     k_eq_v = bool(raw.get("attention_k_eq_v"))
     kv_heads = layer.get("num_key_value_heads") or (raw.get("num_global_key_value_heads") if k_eq_v else None)
