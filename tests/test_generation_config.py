@@ -1,10 +1,12 @@
 from types import SimpleNamespace
 
 import pytest
-from transformers import GenerationConfig
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from transformers_dspark import DSparkGenerationConfig
-from transformers_dspark.generation_config import DraftingOptions
+from transformers_dspark import DSparkConfig, DSparkDrafter, DSparkGenerationConfig
+from transformers_dspark.generation_config import DraftingOptions, options_beside
 
 
 DRAFTER = SimpleNamespace(config=SimpleNamespace(block_size=5, enable_confidence_head=True))
@@ -62,3 +64,60 @@ def test_save_and_load(tmp_path):
 def test_out_of_range(options, error):
     with pytest.raises(error, match=next(iter(options))):
         DSparkGenerationConfig(**options)
+
+
+def greedy_lengths(target, drafter, prompt):
+    out = target.generate(
+        prompt, assistant_model=drafter, max_new_tokens=12, do_sample=False, return_dict_in_generate=True
+    )
+    return out.dspark.verify_lengths[0]
+
+
+def test_options_in_the_drafters_folder(tmp_path):
+    """What is saved beside the weights is loaded with them, holds in `generate`, and is saved again."""
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8}
+    target = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, eos_token_id=None)).eval()
+    prompt = torch.tensor([[3, 1, 4]])
+    drafter = DSparkDrafter(DSparkConfig(**shape, num_hidden_layers=1, target_layer_ids=[0], block_size=4))
+    drafter.save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "generation_config.json").exists()
+    plain = DSparkDrafter.from_pretrained(tmp_path / "plain")
+    assert plain.generation_config is None
+    assert max(greedy_lengths(target, plain, prompt)) == 4
+
+    DSparkGenerationConfig(max_verify_tokens=2, seed=7).save_pretrained(tmp_path / "plain")
+    for folder in (tmp_path / "plain", tmp_path / "again"):
+        carrying = DSparkDrafter.from_pretrained(folder)
+        assert carrying.generation_config.max_verify_tokens == 2
+        assert max(greedy_lengths(target, carrying, prompt)) == 2
+        sampled = [
+            target.generate(prompt, assistant_model=carrying, max_new_tokens=12, do_sample=True).tolist()
+            for _ in range(2)
+        ]
+        assert sampled[0] == sampled[1]  # its seed
+        carrying.save_pretrained(tmp_path / "again")
+    call = DSparkGenerationConfig(max_verify_tokens=1, max_new_tokens=6, return_dict_in_generate=True)
+    out = target.generate(prompt, assistant_model=carrying, generation_config=call)
+    assert max(out.dspark.verify_lengths[0]) == 1
+
+
+def test_options_on_the_hub(tmp_path, monkeypatch):
+    asked = []
+
+    def download(repo, name, **hub):
+        asked.append((repo, name, hub))
+        if repo == "org/without":
+            raise EntryNotFoundError("no such file")
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("transformers_dspark.generation_config.hf_hub_download", download)
+    DSparkGenerationConfig(seed=3).save_pretrained(tmp_path)
+    assert options_beside("org/with", revision="r", dtype="auto").seed == 3
+    assert options_beside("org/without") is None
+    assert asked[0] == ("org/with", "generation_config.json", {"subfolder": None, "revision": "r"})
+
+
+def test_damaged_options_are_named(tmp_path):
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(OSError, match=r"generation_config\.json"):
+        options_beside(tmp_path)

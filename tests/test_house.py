@@ -16,6 +16,7 @@ LADDER = [
     "kernels",
     "configuration_dspark",
     "checkpoints",
+    "generation_config",
     "backbone_dspark",
     "heads_dspark",
     "modeling_dspark",
@@ -24,11 +25,9 @@ LADDER = [
     "target",
     "cache",
     "attention",
-    "generation_config",
     "processors",
     "candidates",
     "_compat",
-    "slot",
     "slot",
     "integration",
     "training",
@@ -80,10 +79,16 @@ def test_the_ladder_test_sees_imports() -> None:
 
 def test_modules_for_the_hub_stand_alone() -> None:
     """They are copied beside the weights of a checkpoint, where `trust_remote_code` finds no sibling packages."""
-    for name in ("configuration_dspark", "modeling_dspark"):
-        tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
-        relative = {node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom) and node.level}
-        assert all(module.endswith("_dspark") for module in relative), relative
+    files = sorted(PACKAGE.glob("*_dspark.py"))
+    assert {"configuration_dspark", "modeling_dspark"} < {path.stem for path in files}
+    for path in files:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        relative = {node.module or "" for node in imports if isinstance(node, ast.ImportFrom) and node.level}
+        assert all(module.endswith("_dspark") and "." not in module for module in relative), (path.name, relative)
+        absolute = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+        absolute |= {node.module or "" for node in imports if isinstance(node, ast.ImportFrom) and not node.level}
+        assert not [name for name in absolute if name.startswith("transformers_dspark")], path.name
 
 
 def test_files_are_short() -> None:

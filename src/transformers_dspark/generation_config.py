@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import GenerationConfig
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
+
+from .checkpoints import HUB_ARGUMENTS
 
 
 logger = logging.get_logger(__name__)
@@ -16,9 +22,8 @@ LOOPS = ("auto", "transformers", "batched")
 
 class DSparkGenerationConfig(GenerationConfig):
     r"""
-    [`~transformers.GenerationConfig`] with the options of DSpark. With it as `generation_config`, each of them is also
-    a keyword of
-    `generate`.
+    [`~transformers.GenerationConfig`] with the options of DSpark. Give it to `generate` as `generation_config`, where
+    each of them is then also a keyword, or save it beside the drafter, whose defaults it then holds.
 
     Args:
         dspark_loop (`str`): `"transformers"` is the assisted loop of Transformers, for batch size 1; `"auto"` chooses
@@ -107,6 +112,32 @@ class DraftingOptions:
         )
 
 
+def options_beside(path: str | os.PathLike[str], subfolder: str = "", **kwargs: Any) -> DSparkGenerationConfig | None:
+    """
+    The options saved beside a drafter's weights, or `None` if there are none.
+
+    Args:
+        path (`str` or `os.PathLike`): Folder or Hub repository.
+        subfolder (`str`): Where in it.
+        kwargs: Those of `from_pretrained`; the arguments that choose a file on the Hub are used.
+
+    Raises:
+        ValueError: an option out of range.
+        OSError: the file is damaged.
+    """
+    file = Path(path, subfolder, GENERATION_CONFIG_NAME)
+    if Path(path).is_dir():
+        if not file.is_file():
+            return None
+    else:
+        hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        try:
+            file = Path(hf_hub_download(str(path), GENERATION_CONFIG_NAME, subfolder=subfolder or None, **hub))
+        except EntryNotFoundError:
+            return None
+    return DSparkGenerationConfig.from_pretrained(file.parent)
+
+
 def _given(name: str, *configs: GenerationConfig | None) -> Any:
     """
     The first value that someone set. `generate` fills in Transformers' global defaults before we look; they do not
@@ -125,4 +156,4 @@ def _check_range(name: str, value: float | None, low: float, high: float | None)
         raise ValueError(f"{name}={value} must be {f'at least {low}' if high is None else f'in {low}..{high}'}.")
 
 
-__all__ = ["DSparkGenerationConfig", "DraftingOptions"]
+__all__ = ["DSparkGenerationConfig", "DraftingOptions", "options_beside"]

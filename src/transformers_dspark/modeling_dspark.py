@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from .backbone_dspark import DSparkContext, DSparkLayer, DSparkRotaryEmbedding, KeysValues
 from .configuration_dspark import DSparkConfig
@@ -75,6 +75,7 @@ class DSparkDrafter(PreTrainedModel):
 
     config_class = DSparkConfig
     config: DSparkConfig
+    generation_config: GenerationConfig | None = None  # options of drafting, saved beside the weights
     d2t: torch.Tensor
     layers: Sequence[DSparkLayer]  # an `nn.ModuleList`
     rotary_emb: DSparkRotaryEmbedding
@@ -378,10 +379,12 @@ class DSparkDrafter(PreTrainedModel):
         path = pretrained_model_name_or_path
         try:
             from transformers_dspark.checkpoints import open_checkpoint
+            from transformers_dspark.generation_config import options_beside
         except ImportError:  # a copy of this file in a Hub repository, without the package: the canonical form only
-            opened = None
+            opened = options = None
         else:
             opened = open_checkpoint(path, own_embeddings=own_embeddings, **kwargs)
+            options = options_beside(path, **kwargs)
         source: str | os.PathLike[str] | None = path
         if opened is not None:
             dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))
@@ -399,7 +402,16 @@ class DSparkDrafter(PreTrainedModel):
         if own_embeddings and not model.config.own_embeddings:
             raise ValueError(f"own_embeddings=True, but {path} holds no embedding of its own; borrow the target's.")
         model.name_or_path = model.config._name_or_path = str(path)
+        model.generation_config = options
         return (model, info) if with_info else model  # type: ignore[return-value]
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """As for any model of Transformers; the options of drafting, if there are any, go beside the weights."""
+        super().save_pretrained(save_directory, is_main_process, **kwargs)
+        if self.generation_config is not None and is_main_process:
+            self.generation_config.save_pretrained(save_directory)
 
     def _account_for(self, info: dict[str, Any], path: str | os.PathLike[str]) -> None:
         wrong = []
