@@ -1,5 +1,6 @@
 """Prompts for training: distinct, reproducible, in the stated mix, and never those of an evaluation."""
 
+import ast
 import gzip
 import itertools
 import json
@@ -10,6 +11,7 @@ import zipfile
 import pytest
 
 from transformers_dspark.cli import main
+from transformers_dspark.evaluation.prompts import read_conversations
 from transformers_dspark.training import prompt_chat, prompt_code, prompt_math, prompt_texts, prompts
 from transformers_dspark.training.prompts import SOURCES, Decontaminator, build_prompts, read_prompts, write_prompts
 
@@ -42,14 +44,51 @@ def test_template_sources_give_clean_and_mostly_distinct_prompts(source):
             assert not re.search(r"\{[a-z]\w*\}", turn.replace("\\boxed{}", ""))
 
 
+# What some of the descriptions mean, written once more, apart from the parts that computed the examples.
+MEANINGS = {
+    "the sum of": lambda values: sum(values),
+    "the largest of": lambda values: sorted(values)[-1] if values else None,
+    "how many distinct values there are among": lambda values: len({*values}),
+    "a list in reverse order of": lambda values: [*reversed(values)],
+    "a sorted list of": lambda values: sorted(values),
+    "the last of": lambda values: [None, *values][-1],
+    "squares": lambda x: x**2,
+    "cubes": lambda x: x * x * x,
+    "absolute values": lambda x: x if x > 0 else -x,
+    "words": lambda word: word,
+    "reversed words": lambda word: "".join(reversed(word)),
+    "words in upper case": lambda word: word.upper(),
+    "even": lambda x: not x & 1,
+    "negative": lambda x: x < 0,
+    "prime": lambda x: x in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37),
+    "longer than 3 letters": lambda word: len(word) >= 4,
+    "of even length": lambda word: not len(word) & 1,
+    "starting with a vowel": lambda word: word[0] in "aeiouAEIOU",
+    "": lambda x: x,
+}
+SENTENCES = (
+    r"returns? (?P<end>the sum of|the largest of|how many distinct values there are among|a list in reverse order of) "
+    r"the (?:(?P<map>squares|cubes|absolute values) of the )?(?P<test>even|negative|prime) numbers\.",
+    r"returns? (?P<end>a sorted list of|the last of|how many distinct values there are among) "
+    r"the (?P<map>words|reversed words|words in upper case) "
+    r"(?P<test>longer than 3 letters|of even length|starting with a vowel)\.",
+)
+EXAMPLE = re.compile(r"^ *(?:>>> )?\w+\((\[.*\])\)(?:\n *| => | == | -> )(.+)$", re.MULTILINE)
+
+
 def test_composed_examples_are_true():
-    checked = 0
-    for turns in itertools.islice(prompt_code.composed_functions(random.Random(2)), 200):
-        for given, result in re.findall(r">>> \w+\((\[.*?\])\)\n\s+(.+)\n", turns[0]):
-            if "the sum of the even numbers" in " ".join(turns[0].split()):
-                assert sum(x for x in json.loads(given) if x % 2 == 0) == int(result)
-            checked += 1
-    assert checked > 20
+    checked = [0, 0]
+    for (text,) in itertools.islice(prompt_code.composed_functions(random.Random(2)), 8000):
+        examples = EXAMPLE.findall(text)
+        assert examples, text
+        for kind, sentence in enumerate(SENTENCES):
+            if found := re.search(sentence, " ".join(text.split())):
+                end, change, test = (MEANINGS[found[name] or ""] for name in ("end", "map", "test"))
+                for given, result in examples:
+                    values = [change(value) for value in ast.literal_eval(given) if test(value)]
+                    assert end(values) == ast.literal_eval(result), text
+                    checked[kind] += 1
+    assert min(checked) > 100, checked
 
 
 def test_mined_functions(few_python_files):
@@ -126,12 +165,46 @@ def test_the_wording_of_a_task_is_no_contamination(tmp_path):
         (["prompts", "--out", "{tmp}/p.jsonl", "--count", "5", "--exclude", "{tmp}/x"], "no \\*.jsonl"),
         (["answers", "--target", "x", "--prompts", "{tmp}/none.jsonl", "--out", "{tmp}/a"], "No such file"),
         (["answers", "--target", "x", "--prompts", "{tmp}/bad.jsonl", "--out", "{tmp}/a"], "line 1"),
+        (["answers", "--target", "x", "--prompts", "{tmp}/p", "--out", "{tmp}/a", "--device", "gpu"], "--device gpu"),
         (["answers", "--target", "x", "--prompts", "{tmp}/p", "--out", "{tmp}/a", "--slots", "0"], "slots is 0"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, words, problem):
     (tmp_path / "bad.jsonl").write_text("[]\n")
+    (tmp_path / "p").write_text('{"turns": ["a"]}\n')
     assert main(["data", *(word.format(tmp=tmp_path) for word in words)]) == 2
     error = capsys.readouterr().err
     assert re.search(problem, error)
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "line", ['{"turns": 3}', '{"turns": "abc"}', '{"turns": []}', '{"turns": ["a", 3]}', "[]", "{", "3", ""]
+)
+def test_lines_that_are_no_prompt_are_named(tmp_path, line):
+    file = tmp_path / "some.jsonl"
+    file.write_text(f'{{"turns": ["a", "b"]}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"some\.jsonl, line 2: ") as caught:
+        read_prompts(file)
+    assert "\n" not in str(caught.value)
+    assert read_conversations(file, 1) == [["a", "b"]]  # what is not asked for is not read
+
+
+def test_files_without_prompts(tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_bytes(b"")
+    with pytest.raises(ValueError, match="holds no prompt"):
+        read_prompts(file)
+    file.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"some\.jsonl"):
+        read_prompts(file)
+    (tmp_path / "some.jsonl.gz").write_bytes(b"not compressed")
+    with pytest.raises(ValueError, match=r"some\.jsonl\.gz"):
+        read_prompts(tmp_path / "some.jsonl.gz")
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_of_nothing_is_refused(tmp_path, limit):
+    (tmp_path / "some.jsonl").write_text('{"turns": ["a"]}\n')
+    with pytest.raises(ValueError, match=f"limit is {limit}"):
+        read_conversations(tmp_path / "some.jsonl", limit)

