@@ -1,8 +1,8 @@
 """
 `python -m benchmarks`: figures of the real pair on this machine, as a table and a JSON file.
 
-Repeats are interleaved (alone, drafted, alone, ...) and medians are taken, so that a machine whose speed drifts favours no
-side. The ids of all repeats are compared.
+Repeats are interleaved (alone, drafted, alone, ...) and medians are taken, so that a machine whose speed drifts
+favours no side. The ids of all repeats are compared.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from transformers_dspark.cli import write_json
+from transformers_dspark.cli import device_of, write_json
 from transformers_dspark.evaluation.environment import environment
 from transformers_dspark.evaluation.prompts import DEMO_PROMPTS
 from transformers_dspark.evaluation.real_pair import fetch_target, find_drafter
-from transformers_dspark.evaluation.runs import Pair, merge, run
+from transformers_dspark.evaluation.runs import CONFIDENCE_THRESHOLD, Pair, run
+from transformers_dspark.telemetry import GenerationStats
 
 
 def main() -> int:
@@ -33,12 +34,21 @@ def main() -> int:
     )
     parser.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
-        "--thresholds", type=float, nargs="+", default=[0.0, 0.35], metavar="C", help="confidence thresholds"
+        "--thresholds",
+        type=float,
+        nargs="+",
+        default=[0.0, CONFIDENCE_THRESHOLD],
+        metavar="C",
+        help="confidence thresholds",
     )
     parser.add_argument("--device", metavar="NAME", help="cuda, cpu (default: cuda if there is one)")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/local.json"), metavar="FILE")
     args = parser.parse_args()
-    result = {"environment": environment(), "import": import_seconds(), "speed": speed(args)}
+    result = {
+        "environment": environment(device_of(args.device), ["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "import": import_seconds(),
+        "speed": speed(args),
+    }
     write_json(args.json, result)
     table = Table("threshold", "alone, tokens/s", "drafted, tokens/s", "speed-up", "accepted length", "same ids")
     for line in result["speed"]["thresholds"]:
@@ -72,7 +82,7 @@ def import_seconds(repeats: int = 7) -> dict[str, float]:
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second over the demonstration's prompts, greedy: total tokens over the sum of median times."""
-    pair = Pair.load(str(fetch_target()), find_drafter(), args.device)
+    pair = Pair.load(str(fetch_target()), find_drafter(), device_of(args.device))
     prompts = [pair.prompt_ids([{"role": "user", "content": text}]) for text in DEMO_PROMPTS.values()]
     run(pair, prompts[0], 8, drafted=False), run(pair, prompts[0], 8, drafted=True)  # warm-up
     lines = []
@@ -90,7 +100,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
             same &= all(r.ids.equal(runs[False][0].ids) for repeats in runs.values() for r in repeats)
             tokens += len(runs[True][0].ids)
             stats.append(runs[True][0].stats)
-        total = merge(stats)
+        total = GenerationStats.merge(stats)
         lines.append(
             {
                 "confidence_threshold": threshold,

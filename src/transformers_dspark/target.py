@@ -100,7 +100,7 @@ def few_rows_head(target: PreTrainedModel) -> Iterator[None]:
     if type(head) is not nn.Linear or head.weight.device.type != "cpu" or "forward" in vars(head):
         yield
         return
-    head.forward = lambda states: few_rows_linear(states, head.weight, head.bias)  # type: ignore[method-assign]
+    head.forward = lambda states: few_rows_linear(states, head.weight, head.bias)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

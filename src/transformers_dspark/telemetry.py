@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -26,6 +27,8 @@ class GenerationStats:
         draft_seconds (`float`): Time spent drafting.
         verify_seconds (`float`): Time spent in the target's steps and in acceptance, without the prefill. Both are
             wall time between points where the host waits for the device anyway.
+        tested_by_position, passed_by_position (`list[int]`): Over all rows, drafted tokens at each block position
+            whose prefix was accepted, and those of them that were accepted too.
     """
 
     rounds: int = 0
@@ -59,6 +62,21 @@ class GenerationStats:
                 counts.extend([0] * (sent - len(counts)))
                 for k in range(number):
                     counts[k] += 1
+
+    @classmethod
+    def merge(cls, calls: Iterable[GenerationStats]) -> GenerationStats:
+        """The figures of several calls as those of one; the rows of later calls come behind those of earlier ones."""
+        total = cls()
+        for stats in calls:
+            total.rounds += stats.rounds
+            total.draft_seconds += stats.draft_seconds
+            total.verify_seconds += stats.verify_seconds
+            total.accepted_lengths += stats.accepted_lengths
+            total.verify_lengths += stats.verify_lengths
+            for name in ("tested_by_position", "passed_by_position"):
+                pairs = zip_longest(getattr(total, name), getattr(stats, name), fillvalue=0)
+                setattr(total, name, [ours + theirs for ours, theirs in pairs])
+        return total
 
     @property
     def mean_accepted_length(self) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from . import UsageError, add_json_option, write_json
+from . import UsageError, add_json_option, device_of, write_json
+from .pair import add_pair_options, check_temperature
 
 
 HELP = "generate with a real target alone and with its drafter: same text, accepted length, tokens per second"
@@ -19,23 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--confidence-threshold",
         type=float,
-        default=0.35,
         metavar="C",
-        help="end a block before a token of lower confidence, 0..1 (default: %(default)s)",
+        help="end a block before a token of lower confidence, 0..1; 0 never cuts (default: what suits one row)",
     )
-    parser.add_argument(
-        "--target", metavar="PATH", help="folder or hub id (default: SmolLM2-135M-Instruct, fetched once)"
-    )
-    parser.add_argument("--drafter", metavar="PATH", help="folder or hub id (default: the one in this checkout)")
-    parser.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: cuda if there is one)")
+    add_pair_options(parser)
     add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens} is too few: give 1 or more.")
-    if args.temperature < 0:
-        raise UsageError(f"--temperature {args.temperature} is negative: give 0 for greedy, or more to sample.")
+    check_temperature(args.temperature)
+    device = device_of(args.device)
     from rich.console import Console
     from rich.progress import track
     from transformers.utils import logging
@@ -43,44 +39,45 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.environment import environment
     from ..evaluation.prompts import DEMO_PROMPTS
     from ..evaluation.real_pair import fetch_target, find_drafter
-    from ..evaluation.runs import Pair, merge
+    from ..evaluation.runs import Pair, Run
     from ..evaluation.runs import run as generate
     from ..evaluation.tables import acceptance_table, coloured_text, speed_table
+    from ..telemetry import GenerationStats
 
     console = Console()
     logging.disable_progress_bar()
     drafter = find_drafter(args.drafter)
-    pair = Pair.load(args.target or str(fetch_target()), drafter, args.device)
-    prompts = dict(enumerate(args.prompt, start=1)) if args.prompt else DEMO_PROMPTS
-    options = {"assistant_confidence_threshold": args.confidence_threshold}
+    pair = Pair.load(args.target or str(fetch_target()), drafter, device)
+    prompts = {str(i): text for i, text in enumerate(args.prompt, start=1)} if args.prompt else DEMO_PROMPTS
+    threshold = pair.default_threshold if args.confidence_threshold is None else args.confidence_threshold
 
-    def both(text: str, tokens: int) -> tuple:
+    def both(text: str, tokens: int) -> tuple[Run, Run]:
         ids = pair.prompt_ids([{"role": "user", "content": text}])
-        alone = generate(pair, ids, tokens, drafted=False, temperature=args.temperature)
-        return alone, generate(pair, ids, tokens, drafted=True, temperature=args.temperature, **options)
+        options = {"temperature": args.temperature, "assistant_confidence_threshold": threshold}
+        alone = generate(pair, ids, tokens, drafted=False, **options)
+        return alone, generate(pair, ids, tokens, drafted=True, **options)
 
     both("Hello", 8)  # warm-up: allocations and one-time choices of the libraries are in neither figure
     results = {}
     for name, text in track(prompts.items(), description="generating", console=console, transient=True):
-        results[str(name)] = both(text, args.max_new_tokens)
+        results[name] = both(text, args.max_new_tokens)
     for (name, text), (_, drafted) in zip(prompts.items(), results.values(), strict=True):
         console.rule(f"[bold]{name}[/bold]", align="left")
         console.print(text, style="bold", markup=False)
         console.print(coloured_text(pair.tokenizer, drafted.ids, drafted.stats))
     console.rule()
     console.print("green: drafted and accepted; plain: the target's own token of each round\n")
-    stats = merge([drafted.stats for _, drafted in results.values()])
+    stats = GenerationStats.merge(drafted.stats for _, drafted in results.values())
     console.print(speed_table(list(results), list(results.values())))
     console.print(acceptance_table(stats))
     equal = all(alone.ids.equal(drafted.ids) for alone, drafted in results.values())
     write_json(
         args.json,
         {
-            "environment": environment(),
-            "device": str(pair.target.device),
+            "environment": environment(device, args.words),
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "temperature": args.temperature,
-            "confidence_threshold": args.confidence_threshold,
+            "confidence_threshold": threshold,
             "same_ids": equal,
             "prompts": {
                 name: {

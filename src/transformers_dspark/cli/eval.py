@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import UsageError, add_json_option, write_json
+from . import UsageError, add_json_option, device_of, write_json
+from .pair import add_pair_options, check_temperature
 
 
 HELP = "measure a drafter's accepted length on files of prompts"
@@ -21,17 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, nargs="+", default=[0.0], metavar="T", help="0 is greedy; several may be given"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws at temperatures above 0")
-    parser.add_argument(
-        "--target", metavar="PATH", help="folder or hub id (default: SmolLM2-135M-Instruct, fetched once)"
-    )
-    parser.add_argument("--drafter", metavar="PATH", help="folder or hub id (default: the one in this checkout)")
-    parser.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: cuda if there is one)")
+    add_pair_options(parser)
     add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 2:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens} leaves no round to measure: give 2 or more.")
+    for temperature in args.temperature:
+        check_temperature(temperature)
+    device = device_of(args.device)
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
@@ -40,12 +40,13 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.environment import environment
     from ..evaluation.prompts import read_conversations
     from ..evaluation.real_pair import fetch_target, find_drafter
-    from ..evaluation.runs import Pair, converse, merge
+    from ..evaluation.runs import Pair, converse
+    from ..telemetry import GenerationStats
 
     files = {path: read_conversations(path, args.limit) for path in args.prompts}
     drafter = find_drafter(args.drafter)
     logging.disable_progress_bar()
-    pair = Pair.load(args.target or str(fetch_target()), drafter, args.device)
+    pair = Pair.load(args.target or str(fetch_target()), drafter, device)
     table = Table("prompts", "temperature", "answers", "tokens", "accepted length", "by position")
     records = []
     with Progress(transient=True) as progress:
@@ -54,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
                 answers = sum(map(len, conversations))
                 task = progress.add_task(f"{path.stem}, temperature {temperature:g}", total=answers)
                 runs = []
-                for result in converse(pair, conversations, args.max_new_tokens, temperature, seed=args.seed):
+                for result in converse(pair, conversations, args.max_new_tokens, temperature, args.seed):
                     runs.append(result)
                     progress.advance(task)
-                stats = merge([result.stats for result in runs if result.stats is not None])
+                stats = GenerationStats.merge(result.stats for result in runs)
                 record = {
                     "prompts": path.stem,
                     "temperature": temperature,
@@ -83,9 +84,8 @@ def run(args: argparse.Namespace) -> int:
     write_json(
         args.json,
         {
-            "environment": environment(),
+            "environment": environment(device, args.words),
             "block_size": pair.drafter.config.block_size,
-            "device": str(pair.target.device),
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "max_new_tokens": args.max_new_tokens,
             "results": records,

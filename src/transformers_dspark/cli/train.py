@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import UsageError, add_json_option, write_json
+from . import add_json_option, device_of, write_json
 
 
 HELP = "train a drafter on answers that the target wrote (see `dspark data answers`)"
@@ -47,19 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    device = device_of(args.device)
     import torch
     from transformers import AutoModelForCausalLM
 
+    from ..evaluation.environment import environment
     from ..evaluation.plots import loss_curve
     from ..training.arguments import DrafterShape, TrainArguments
     from ..training.data import load_sequences
     from ..training.trainer import LOG_NAME, Trainer
 
-    try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {args.device} is not there: {str(error).splitlines()[0]}") from error
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     shape = DrafterShape(
         num_layers=args.num_layers,
@@ -96,13 +93,14 @@ def run(args: argparse.Namespace) -> int:
         loss_curve(args.out / LOG_NAME, args.out / "loss_curve.png")
     except ImportError:
         print("no picture of the losses: that needs matplotlib, from the extra `train`")
-    figure = f"{result.accepted_length:.3f} over {result.rounds} rounds" if result.rounds else "not measured"
+    figure = f"{result.mean_accepted_length:.3f} over {result.rounds} rounds" if result.rounds else "not measured"
     print(f"held-out accepted length {figure}; drafter in {args.out}")
     write_json(
         args.json,
         {
-            "held_out_accepted_length": result.accepted_length if result.rounds else None,
-            "held_out_acceptance_by_position": result.by_position,
+            "environment": environment(device, args.words),
+            "held_out_accepted_length": result.mean_accepted_length if result.rounds else None,
+            "held_out_acceptance_by_position": result.acceptance_by_position,
             "rounds": result.rounds,
             "steps": trainer.step,
             "seconds": trainer.seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shlex
 import subprocess
-import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,16 +17,19 @@ import torch
 PACKAGES = ("transformers-dspark", "transformers", "torch", "tokenizers", "safetensors")
 
 
-def environment() -> dict[str, Any]:
-    """Date, command, commit of the checkout, machine and versions, as plain strings and numbers."""
-    cuda = torch.cuda.is_available()
+def environment(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
+    """
+    Date, command, commit of the checkout, machine and versions, as plain strings and numbers.
+
+    Args:
+        device (`torch.device`): Where the figures were measured.
+        command (`Sequence[str]`): The words that measured them; of files only the names are kept.
+    """
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": shlex.join(
-            ["dspark" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name, *sys.argv[1:]]
-        ),
+        "command": shlex.join(Path(word).name if Path(word).is_absolute() else word for word in command),
         "commit": _commit(),
-        "device": torch.cuda.get_device_name() if cuda else _processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
@@ -34,20 +37,15 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    ]
+    """The commit of this package's checkout; `None` where it is installed otherwise."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None  # not a checkout, or no git
+        return None  # no git
 
 
 def _processor() -> str:

@@ -27,7 +27,7 @@ def loss_curve(log: Path, picture: Path) -> None:
         losses.plot(*zip(*points, strict=True) if points else ([], []), label=name.replace("_", "-"), linewidth=1)
     losses.set(xlabel="step", ylabel="loss", ylim=(0, None))
     lengths = losses.twinx()
-    points = [(r["step"], r["held_out_accepted_length"]) for r in records if "held_out_accepted_length" in r]
+    points = [(r["step"], r["held_out_accepted_length"]) for r in records if r.get("held_out_accepted_length")]
     lengths.plot(*zip(*points, strict=True) if points else ([], []), "ko--", label="held-out accepted length")
     lengths.set(ylabel="accepted length", ylim=(1, None))
     figure.legend(loc="outside upper center", ncols=5, frameon=False)

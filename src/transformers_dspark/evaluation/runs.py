@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from ..modeling_dspark import DSparkDrafter
 from ..telemetry import GenerationStats
 
 
+CONFIDENCE_THRESHOLD = 0.35
+
+
 @dataclass(frozen=True)
 class Pair:
     """A target with its tokenizer, and a drafter bound to it on the same device and in the same dtype."""
@@ -24,18 +28,22 @@ class Pair:
     drafter: DSparkDrafter
 
     @classmethod
-    def load(cls, target: str, drafter: str, device: str | None = None, dtype: str | None = None) -> Pair:
+    def load(cls, target: str, drafter: str, device: torch.device, dtype: torch.dtype | None = None) -> Pair:
         """
         Args:
             target, drafter (`str`): Folders or hub ids.
-            device (`str`, *optional*): Defaults to cuda if there is one.
-            dtype (`str`, *optional*): Defaults to float32 on the CPU and bfloat16 elsewhere.
+            device (`torch.device`): Where both go.
+            dtype (`torch.dtype`, *optional*): Defaults to float32 on the CPU and bfloat16 elsewhere.
         """
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        kind = getattr(torch, dtype or ("float32" if place.type == "cpu" else "bfloat16"))
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=kind).to(place).eval()
-        drafts = DSparkDrafter.from_pretrained(drafter, dtype=kind).to(place).eval()
+        dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval()
+        drafts = DSparkDrafter.from_pretrained(drafter, dtype=dtype).to(device).eval()
         return cls(model, AutoTokenizer.from_pretrained(target), drafts.bind_target(model))
+
+    @property
+    def default_threshold(self) -> float:
+        """Confidence threshold that suits speed on one row; 0, which never cuts, without a confidence head."""
+        return CONFIDENCE_THRESHOLD if self.drafter.config.enable_confidence_head else 0.0
 
     def prompt_ids(self, messages: Sequence[dict[str, str]]) -> torch.Tensor:
         """`(1, length)` ids of a conversation, ready for the assistant's answer."""
@@ -46,11 +54,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Run:
-    """New token ids `(tokens,)` of one generation, its wall time in seconds, and the drafter's figures if any."""
+    """New token ids `(tokens,)` of one generation, its wall time in seconds, and figures (none without a drafter)."""
 
     ids: torch.Tensor
     seconds: float
-    stats: GenerationStats | None
+    stats: GenerationStats
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,7 +72,7 @@ def run(
     *,
     drafted: bool,
     temperature: float = 0.0,
-    **options: Any,
+    **drafting: Any,
 ) -> Run:
     """
     Generates once and times it, prefill included.
@@ -72,13 +80,11 @@ def run(
     Args:
         drafted (`bool`): Whether the drafter assists.
         temperature (`float`): 0 is greedy; otherwise the bare distribution at that temperature (no top-k or top-p).
-        options: Further options of `generate`, or of [`DSparkGenerationConfig`] when drafted.
+        drafting: Options of [`DSparkGenerationConfig`]; they change nothing for the target alone.
     """
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        if temperature > 0
-        else {"do_sample": False}
-    )
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     base = pair.target.generation_config
     config = DSparkGenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -86,54 +92,33 @@ def run(
         eos_token_id=base.eos_token_id,
         return_dict_in_generate=True,
         **sampling,
-        **(
-            options
-            if drafted
-            else {name: value for name, value in options.items() if name != "assistant_confidence_threshold"}
-        ),
+        **drafting,
     )
+    assistant = {"assistant_model": pair.drafter} if drafted else {}
     start = time.perf_counter()
     output = pair.target.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        generation_config=config,
-        **({"assistant_model": pair.drafter} if drafted else {}),
+        input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config, **assistant
     )
     ids = output.sequences[0, input_ids.shape[1] :].cpu()  # waits for the device, so the clock is honest
-    return Run(ids, time.perf_counter() - start, output.dspark if drafted else None)
+    return Run(ids, time.perf_counter() - start, output.dspark if drafted else GenerationStats())
 
 
 def converse(
-    pair: Pair, conversations: Sequence[Sequence[str]], max_new_tokens: int, temperature: float, **options: Any
+    pair: Pair, conversations: Sequence[Sequence[str]], max_new_tokens: int, temperature: float, seed: int
 ) -> Iterator[Run]:
-    """Answers every turn of every conversation with the drafter; later turns see the answers to earlier ones."""
+    """
+    Answers every turn of every conversation with the drafter; later turns see the answers to earlier ones.
+
+    Args:
+        seed (`int`): The n-th answer draws with seed + n.
+    """
+    answers = itertools.count(seed)
     for turns in conversations:
         messages: list[dict[str, str]] = []
         for turn in turns:
             messages.append({"role": "user", "content": turn})
-            result = run(
-                pair, pair.prompt_ids(messages), max_new_tokens, drafted=True, temperature=temperature, **options
-            )
-            messages.append(
-                {"role": "assistant", "content": pair.tokenizer.decode(result.ids, skip_special_tokens=True)}
-            )
+            ids = pair.prompt_ids(messages)
+            result = run(pair, ids, max_new_tokens, drafted=True, temperature=temperature, seed=next(answers))
+            text = pair.tokenizer.decode(result.ids, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": text})
             yield result
-
-
-def merge(runs: Sequence[GenerationStats]) -> GenerationStats:
-    """The statistics of several calls as those of one, each call being a row."""
-    total = GenerationStats()
-    for stats in runs:
-        total.rounds += stats.rounds
-        total.accepted_lengths += stats.accepted_lengths
-        total.verify_lengths += stats.verify_lengths
-        total.draft_seconds += stats.draft_seconds
-        total.verify_seconds += stats.verify_seconds
-        for counts, more in (
-            (total.tested_by_position, stats.tested_by_position),
-            (total.passed_by_position, stats.passed_by_position),
-        ):
-            counts.extend([0] * (len(more) - len(counts)))
-            for k, number in enumerate(more):
-                counts[k] += number
-    return total

@@ -48,9 +48,9 @@ def speed_table(names: Sequence[str], pairs: Sequence[tuple[Run, Run]]) -> Table
     def line(name: str, runs: Sequence[tuple[Run, Run]]) -> list[str]:
         tokens = [sum(len(r[i].ids) for r in runs) for i in (0, 1)]
         speeds = [tokens[i] / sum(r[i].seconds for r in runs) for i in (0, 1)]
-        rounds = [n for _, drafted in runs if drafted.stats for row in drafted.stats.accepted_lengths for n in row]
+        stats = GenerationStats.merge(drafted.stats for _, drafted in runs)
         same = all(torch.equal(alone.ids, drafted.ids) for alone, drafted in runs)
-        accepted = f"{sum(rounds) / len(rounds):.2f}" if rounds else "-"
+        accepted = f"{stats.mean_accepted_length:.2f}" if stats.rounds else "-"
         return [
             name,
             str(tokens[1]),

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from ..modeling_dspark import DSparkDrafter
 from ..target import TargetTaps
+from ..telemetry import GenerationStats
 from .anchors import block_mask, pack_blocks
 from .data import Sequences, collate
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """`accepted_length` includes the bonus token; `by_position`: conditional acceptance at each block position."""
-
-    accepted_length: float
-    by_position: list[float]
-    rounds: int
 
 
 @torch.inference_mode()
 def held_out_accepted_length(
     drafter: DSparkDrafter, target: PreTrainedModel, sequences: Sequences, anchors_at_once: int = 128
-) -> HeldOut:
+) -> GenerationStats:
     """
     Walks each answer as greedy decoding would: draft at the anchor, count the leading drafts that the target wrote,
     jump behind them and the bonus token.
@@ -35,10 +26,12 @@ def held_out_accepted_length(
         drafter (`DSparkDrafter`): Bound to `target`.
         sequences (`Sequences`): Answers written at temperature 0.
         anchors_at_once (`int`): Blocks packed in one pass.
+
+    Returns:
+        `GenerationStats`: What greedy decoding of these answers would report, each answer being a row; no times.
     """
     gamma = drafter.config.block_size
-    rounds, committed = 0, 0
-    tried, passed = torch.zeros(gamma), torch.zeros(gamma)
+    rows = []
     for row in range(len(sequences)):
         ids, mask = (t.to(drafter.device) for t in collate(sequences.pick(torch.tensor([row]).numpy())))
         start, length = int(sequences.starts[row]), ids.shape[1]
@@ -58,15 +51,14 @@ def held_out_accepted_length(
                 ((proposal.tokens == blocks.labels[0]) & blocks.valid[0]).long().cumprod(dim=-1).sum(dim=-1)
             )
         accepted = torch.cat(matches).tolist()
-        place = 0
+        stats, place = GenerationStats(), 0
         while place < len(accepted):
-            room = min(gamma, len(accepted) - place)  # drafts whose truth is known
-            tried[: min(accepted[place] + 1, room)] += 1
-            passed[: accepted[place]] += 1
-            rounds += 1
-            committed += min(accepted[place] + 1, room)
-            place += accepted[place] + 1
-    return HeldOut(committed / max(rounds, 1), (passed / tried.clamp(min=1)).tolist(), rounds)
+            known = len(accepted) - place  # tokens of the answer behind the anchor
+            drafts = accepted[place]
+            stats.record_round([min(gamma, known)], [drafts], [min(drafts + 1, known)])
+            place += drafts + 1
+        rows.append(stats)
+    return GenerationStats.merge(rows)
 
 
 def target_states(

@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
 from ..modeling_dspark import DSparkDrafter
+from ..telemetry import GenerationStats
 from .anchors import pack_blocks, sample_anchors
 from .arguments import DrafterShape, TrainArguments
 from .data import Sequences, batches, count_batches, frequent_tokens, split
-from .held_out import HeldOut, held_out_accepted_length, target_states
+from .held_out import held_out_accepted_length, target_states
 from .losses import loss_sums
 from .objective import Objective
 
@@ -33,7 +34,8 @@ def new_drafter(target: PreTrainedModel, shape: DrafterShape, sequences: Sequenc
     """A fresh drafter of a shape, with the target's geometry, bound to it."""
     text = target.config.get_text_config()
     layers = text.num_hidden_layers
-    spread = (min(round(1 + i * (layers - 3) / 4), layers - 2) for i in range(5))  # a target of one layer: -1
+    # the released recipe's spacing: 1, 9, 17, 25, 33 of 36 layers; a target of one layer has only -1
+    spread = (min(max(round(1 + i * (layers - 4) / 4), -1), layers - 2) for i in range(5))
     taps = shape.target_layer_ids or tuple(sorted(set(spread)))
     mask_token = shape.mask_token_id
     if mask_token is None:
@@ -113,12 +115,12 @@ class Trainer:
     def learning_rate(self) -> float:
         a, done = self.arguments, self.progress()
         if done < a.warmup:
-            # the floor lets the first step learn, the step count keeps a time budget from skipping the warm-up
+            # a tenth of the peak is reached by steps alone: at first no budget has moved
             return a.learning_rate * max(done / a.warmup, min(1.0, (self.step + 1) / 100) * 0.1)
         cosine = 0.5 * (1 + math.cos(math.pi * (done - a.warmup) / (1 - a.warmup)))
         return a.learning_rate * (a.final_rate + (1 - a.final_rate) * cosine)
 
-    def train(self) -> HeldOut:
+    def train(self) -> GenerationStats:
         """Runs until a budget is used, from where a previous run of the same folder stopped. Saves the drafter."""
         self._resume()
         bar = tqdm(total=self.max_steps, initial=self.step, unit="step", desc="training")
@@ -140,8 +142,9 @@ class Trainer:
                 self._save_state()
                 saved = time.perf_counter()
         bar.close()
+        self.drafter.to(torch.bfloat16)  # what is saved is what is measured
         result = self._evaluate(bar)
-        self.drafter.to(torch.bfloat16).save_pretrained(self.out)
+        self.drafter.save_pretrained(self.out)
         (self.out / STATE_NAME).unlink(missing_ok=True)
         return result
 
@@ -177,16 +180,15 @@ class Trainer:
         low = self.target.dtype in (torch.bfloat16, torch.float16)
         return torch.autocast(self.target.device.type, dtype=self.target.dtype if low else torch.bfloat16, enabled=low)
 
-    def _evaluate(self, bar: tqdm) -> HeldOut:
+    def _evaluate(self, bar: tqdm) -> GenerationStats:
         self.drafter.eval()
         with self._precision():
             result = held_out_accepted_length(self.drafter, self.target, self.held_out_set)
         self.drafter.train()
         self.evaluations += 1
-        by_position = [round(x, 4) for x in result.by_position]
-        self._log(
-            bar, {"held_out_accepted_length": round(result.accepted_length, 4), "held_out_by_position": by_position}
-        )
+        by_position = [share if share is None else round(share, 4) for share in result.acceptance_by_position]
+        figure = round(result.mean_accepted_length, 4) if result.rounds else None
+        self._log(bar, {"held_out_accepted_length": figure, "held_out_by_position": by_position})
         return result
 
     def _log(self, bar: tqdm, record: dict[str, Any]) -> None:
@@ -211,6 +213,10 @@ class Trainer:
     def _resume(self) -> None:
         path = self.out / STATE_NAME
         if not path.exists():
+            if (self.out / "config.json").exists():
+                raise ValueError(
+                    f"{self.out} holds a finished drafter; give another folder, or remove it to train again."
+                )
             self._cut_log()
             return
         state = torch.load(path, map_location=self.target.device, weights_only=True)

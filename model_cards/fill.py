@@ -1,0 +1,99 @@
+"""`python model_cards/fill.py`: writes a drafter's card from its template; every figure comes from a results file."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from string import Template
+from typing import Any
+
+
+ROOT = Path(__file__).parents[1]
+NAME = "smollm2-135m-instruct"
+
+
+def card() -> str:
+    """The text of the card. Raises `KeyError` where the template asks for what no results file has."""
+    results = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks/results" / NAME).glob("*.json")}
+    config = json.loads((ROOT / "drafters" / NAME / "config.json").read_text())
+    accepted, speed, training = results["accepted_length"], results["speed"], results["training"]
+    return Template((ROOT / "model_cards" / f"{NAME}.md").read_text()).substitute(
+        model_index=_model_index(accepted["results"]),
+        accepted_table=_accepted_table(accepted["results"], config["block_size"]),
+        eval_command=re.sub(r"\S*/(?=[\w-]+\.jsonl)", "", accepted["environment"]["command"]),
+        eval_device=accepted["environment"]["device"],
+        eval_dtype=accepted["dtype"],
+        eval_tokens=accepted["max_new_tokens"],
+        speed_table=_speed_table(speed["speed"]["thresholds"]),
+        speed_tokens=speed["speed"]["max_new_tokens"],
+        speed_repeats=speed["speed"]["repeats"],
+        speed_device=speed["environment"]["device"],
+        speed_threads=speed["environment"]["threads"],
+        speed_dtype=speed["speed"]["dtype"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        taps=", ".join(map(str, config["target_layer_ids"])),
+        parameters=f"{training['parameters'] / 1e6:.1f}",
+        answers=f"{training['answers']:,}",
+        answer_tokens=f"{training['answer_tokens'] / 1e6:.1f}",
+        recipe="\n".join(training["recipe"]),
+        train_steps=f"{training['steps']:,}",
+        train_seconds=round(training["seconds"]),
+        train_device=training["device"],
+        held_out=f"{training['held_out_accepted_length']:.2f}",
+        **{k: config[k] for k in ("block_size", "hidden_size", "markov_head_type", "markov_rank", "vocab_size")},
+        draft_vocab_size=config["draft_vocab_size"],
+    )
+
+
+def _accepted_table(records: list[dict[str, Any]], gamma: int) -> str:
+    head = ["prompts", "temperature", "answers", "accepted length", *(f"k={k + 1}" for k in range(gamma))]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for record in records:
+        shares = [f"{share:.0%}" for share in record["acceptance_by_position"]]
+        cells = [
+            record["prompts"],
+            f"{record['temperature']:g}",
+            str(record["answers"]),
+            f"{record['accepted_length']:.2f}",
+        ]
+        lines.append("| " + " | ".join(cells + shares) + " |")
+    return "\n".join(lines)
+
+
+def _speed_table(lines: list[dict[str, Any]]) -> str:
+    rows = [
+        "| confidence threshold | alone, tokens/s | drafted, tokens/s | speed-up | accepted length |",
+        "|---|---|---|---|---|",
+    ]
+    for line in lines:
+        cells = [f"{line['confidence_threshold']:g}"]
+        cells += [f"{line[f'{side}_tokens_per_second']:.1f}" for side in ("alone", "drafted")]
+        cells += [f"{line[name]:.2f}" for name in ("speed_up", "accepted_length")]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def _model_index(records: list[dict[str, Any]]) -> str:
+    lines = ["model-index:", f"- name: dspark-{NAME}", "  results:"]
+    for record in records:
+        title = f"{record['prompts']}, temperature {record['temperature']:g}"
+        lines += [
+            "  - task:",
+            "      type: text-generation",
+            "    dataset:",
+            f"      name: {title}",
+            f"      type: {record['prompts']}",
+            "    metrics:",
+            "    - type: accepted_length",
+            f"      value: {record['accepted_length']:.3f}",
+        ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    (ROOT / "drafters" / NAME / "README.md").write_text(card())
+    sys.exit(0)
