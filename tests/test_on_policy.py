@@ -1,6 +1,7 @@
 """The target's own answers: slots that refill must not change a single token."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from transformers_dspark.attention import ATTENTION_NAME, use_ragged_attention
 from transformers_dspark.cache import RaggedWindow, ragged_cache
+from transformers_dspark.cli import main
 from transformers_dspark.training.answers import AnswerWriter, read_answers, read_index
 from transformers_dspark.training.on_policy import AnswerOptions, generate_answers, prompt_noise
 from transformers_dspark.training.slots import LOOP_TOKENS, Request, SlotDecoder, draw, hashed_uniforms
@@ -283,6 +285,23 @@ def test_a_run_out_of_time_keeps_what_it_has(tmp_path, tokenizer):
     progress = generate_answers(tiny("llama"), tokenizer, PROMPTS, writer, options)
     assert progress.answers == 2
     assert {finish for *_, finish in collect(tmp_path).values()} == {"cut"}
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_command(tmp_path, tokenizer, capsys, monkeypatch, terminal):
+    monkeypatch.setattr("rich.console.Console.is_terminal", terminal)
+    tiny("llama").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"turns": ["{letter}"]}}\n' for letter in "abcd"))
+    words = ["data", "answers", "--target", f"{tmp_path}/target", "--prompts", f"{tmp_path}/prompts.jsonl"]
+    words += ["--out", f"{tmp_path}/answers", "--slots", "2", "--capacity", "128", "--json", f"{tmp_path}/a.json"]
+    for limit, answers in ((3, 3), (4, 1)):
+        assert main([*words, "--limit", str(limit), "--device", "cpu"]) == 0
+        assert json.loads((tmp_path / "a.json").read_text())["answers"] == answers
+    shown = capsys.readouterr().out
+    assert "already holds 3 answers" in shown
+    assert shown.count("all prompts are answered") == 2
+    assert ("\x1b[" in shown) == terminal
 
 
 def test_other_settings_are_refused(tmp_path, tokenizer):

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
-from .generation_config import DraftingOptions
+from .generation_config import DraftingOptions, eos_ids
 from .modeling_dspark import DSparkDrafter
 from .processors import SpeculativeProcessors
 from .sampling import Noise, draw, pad_vocabulary
@@ -33,7 +33,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         target (`PreTrainedModel`): The model whose distribution is kept.
         generation_config (`GenerationConfig`): The call's configuration, as `generate` completes it.
         logits_processor (`LogitsProcessorList`, *optional*): The call's processors and warpers.
-        noise (`Noise`, *optional*): Source of uniforms. Defaults to one of the configured seed.
 
     Raises:
         ValueError: the drafter does not fit the target, or an option is out of range.
@@ -47,21 +46,20 @@ class DSparkCandidateGenerator(CandidateGenerator):
         target: PreTrainedModel,
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList | None = None,
-        noise: Noise | None = None,
     ) -> None:
         self.drafter = drafter.bind_target(target)
         self.target = target
         self.options = DraftingOptions.resolve(generation_config, drafter)
         wants_all = generation_config.return_dict_in_generate and generation_config.output_hidden_states
-        self.taps = TargetTaps(target, drafter.config.target_layer_ids or (), keep_all=bool(wants_all))
+        self.taps = TargetTaps(target, drafter.config.target_layer_ids, keep_all=bool(wants_all))
         self.model_kwargs_overrides = self.taps.forward_kwargs
-        self.noise = Noise(self.options.seed) if noise is None else noise
+        self.noise = Noise(self.options.seed)
         if not isinstance(logits_processor, SpeculativeProcessors):
-            logits_processor = SpeculativeProcessors(logits_processor)
+            logits_processor = SpeculativeProcessors([] if logits_processor is None else logits_processor)
         self.processors = logits_processor
         self._do_sample = bool(generation_config.do_sample)
         self._max_length = generation_config.max_length
-        self._eos_ids = set(_eos_ids(generation_config))
+        self._eos_ids = eos_ids(generation_config)
         self._context = drafter.new_context()
         self._prefilled = False
         self._cached_before = 0
@@ -218,11 +216,6 @@ def _mask_and_positions(
     elif positions.dim() == 3:
         positions = positions[0]  # multimodal rotary positions: the first axis is the text's
     return mask, positions
-
-
-def _eos_ids(generation_config: GenerationConfig) -> list[int]:
-    eos = generation_config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else [int(token) for token in eos]
 
 
 __all__ = ["DSparkCandidateGenerator"]

@@ -138,6 +138,14 @@ def options_beside(path: str | os.PathLike[str], subfolder: str = "", **kwargs: 
     return DSparkGenerationConfig.from_pretrained(file.parent)
 
 
+def eos_ids(*configs: Any) -> set[int]:
+    """Every token that ends a text, by the `eos_token_id` of configurations or tokenizers."""
+    found: set[int] = set()
+    for value in (getattr(config, "eos_token_id", None) for config in configs):
+        found.update([] if value is None else [value] if isinstance(value, int) else map(int, value))
+    return found
+
+
 def _given(name: str, *configs: GenerationConfig | None) -> Any:
     """
     The first value that someone set. `generate` fills in Transformers' global defaults before we look; they do not
@@ -156,4 +164,4 @@ def _check_range(name: str, value: float | None, low: float, high: float | None)
         raise ValueError(f"{name}={value} must be {f'at least {low}' if high is None else f'in {low}..{high}'}.")
 
 
-__all__ = ["DSparkGenerationConfig", "DraftingOptions", "options_beside"]
+__all__ = ["DSparkGenerationConfig", "DraftingOptions", "eos_ids", "options_beside"]

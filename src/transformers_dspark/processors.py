@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.utils import logging
 
 
@@ -35,8 +35,8 @@ class SpeculativeProcessors(LogitsProcessorList):
     exactly as in plain decoding: once for each committed position, in order.
     """
 
-    def __init__(self, processors: LogitsProcessorList | None) -> None:
-        super().__init__(processors or ())
+    def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
+        super().__init__(processors)
         self._stateful = {index for index, processor in enumerate(self) if not _is_stateless(processor)}
         self._copies: LogitsProcessorList | None = None
         self._speculative: list[tuple[torch.Tensor, torch.Tensor]] = []

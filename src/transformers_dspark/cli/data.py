@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import UsageError, add_json_option, write_json
+from . import UsageError, add_json_option, device_of, write_json
 
 
 if TYPE_CHECKING:
@@ -44,19 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     answers.add_argument("--slots", type=int, default=2048, metavar="N", help="answers decoded together (%(default)s)")
     answers.add_argument("--capacity", type=int, default=704, metavar="N", help="tokens a slot holds (%(default)s)")
-    answers.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer")
-    answers.add_argument("--max-tokens", type=int, metavar="N", help="stop after N answer tokens")
     answers.add_argument("--max-seconds", type=float, metavar="S", help="stop after S seconds, keeping what there is")
     answers.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
-    answers.add_argument(
-        "--shard-tokens", type=int, default=2_000_000, metavar="N", help="tokens a file (%(default)s)"
-    )
-    answers.add_argument(
-        "--check-every", type=int, default=32, metavar="N", help="steps between refills (%(default)s)"
-    )
     answers.add_argument("--seed", type=int, default=0, metavar="N", help="chooses temperatures and draws")
-    answers.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ...")
-    answers.add_argument("--no-graphs", action="store_true", help="do not capture CUDA graphs")
+    answers.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: cuda if there is one)")
     add_json_option(answers)
 
 
@@ -85,22 +78,9 @@ def _answers(args: argparse.Namespace) -> int:
     from ..training.on_policy import AnswerOptions, generate_answers
     from ..training.prompts import read_prompts
 
-    options = AnswerOptions(
-        slots=args.slots,
-        capacity=args.capacity,
-        max_new_tokens=args.max_new_tokens,
-        max_tokens=args.max_tokens,
-        max_seconds=args.max_seconds,
-        seed=args.seed,
-        check_every=args.check_every,
-        use_cuda_graphs=not args.no_graphs,
-    )
-    prompts = read_prompts(args.prompts)[: args.limit]
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"--device {name} is not a device; use auto, cpu, cuda or cuda:N") from error
+    options = AnswerOptions(args.slots, args.capacity, max_seconds=args.max_seconds, seed=args.seed)
+    prompts = read_prompts(args.prompts, args.limit)
+    device = device_of(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     if not tokenizer.chat_template:
@@ -111,20 +91,48 @@ def _answers(args: argparse.Namespace) -> int:
         "prompts_sha256": hashlib.sha256(args.prompts.read_bytes()).hexdigest(),
         "seed": args.seed,
         "capacity": args.capacity,
-        "max_new_tokens": args.max_new_tokens,
     }
-    writer = AnswerWriter(args.out, facts, target.config.get_text_config().vocab_size, args.shard_tokens)
+    writer = AnswerWriter(args.out, facts, target.config.get_text_config().vocab_size)
     if writer.done:
         print(f"{args.out} already holds {len(writer.done):,} answers; continuing", flush=True)
-
-    def report(progress: AnswerProgress) -> None:
-        print(
-            f"{progress.seconds:6.0f} s  {progress.answers:9,d} answers  {progress.tokens:12,d} tokens"
-            f"  {progress.recent_rate:10,.0f} tokens/s  {progress.running:6,d} running  {progress.skipped} skipped",
-            flush=True,
-        )
-
-    progress = generate_answers(target, tokenizer, prompts, writer, options, report)
+    before = sum(prompt < len(prompts) for prompt, _ in writer.done)
+    with _progress(sum(map(len, prompts)), before) as (report, seconds):
+        progress = generate_answers(target, tokenizer, prompts, writer, options, report, seconds)
+    print(_line(progress))
     print("all prompts are answered" if progress.exhausted else "stopped at the limit; run again to continue")
     write_json(args.json, {**dataclasses.asdict(progress), "facts": facts, "shards": writer.shards})
     return 0
+
+
+@contextmanager
+def _progress(total: int, before: int) -> Iterator[tuple[Callable[[AnswerProgress], None], float]]:
+    """
+    What shows progress, and how many seconds apart: a bar on a terminal, else a line now and then.
+
+    Args:
+        total (`int`): Answers to give in all.
+        before (`int`): Those that an earlier run gave.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console()
+    if not console.is_terminal:
+        yield lambda progress: print(_line(progress), flush=True), 5.0
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("answers  {task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total, completed=before)
+
+        def report(progress: AnswerProgress) -> None:
+            figures = f"{progress.recent_rate:,.0f} tokens/s, {progress.running:,d} running"
+            bar.update(task, completed=before + progress.answers + progress.skipped, description=figures)
+
+        yield report, 0.5
+
+
+def _line(progress: AnswerProgress) -> str:
+    return (
+        f"{progress.seconds:6.0f} s  {progress.answers:9,d} answers  {progress.tokens:12,d} tokens"
+        f"  {progress.recent_rate:10,.0f} tokens/s  {progress.running:6,d} running  {progress.skipped} skipped"
+    )

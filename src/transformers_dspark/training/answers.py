@@ -32,10 +32,11 @@ class Answer:
         prompt (`int`): Index of the prompt in its file.
         turn (`int`): Which of the prompt's user turns this answers, from 0.
         ids (`np.ndarray` of shape `(tokens,)`): Prompt after the chat template, then the answer with its EOS if it
-        came to one. prompt_length (`int`): How many of `ids` are prompt.
+            came to one.
+        prompt_length (`int`): How many of `ids` are prompt.
         temperature (`float`): What the answer was drawn at; 0 is greedy.
         finish (`str`): `"eos"`, `"length"` (limit reached), `"loop"` (stopped while repeating itself) or `"cut"` (time
-        was up).
+            was up).
     """
 
     prompt: int
@@ -54,7 +55,8 @@ class AnswerWriter:
     Args:
         folder (`Path`): Where the shards live; created if missing, continued if it holds some.
         facts (`dict`): What the answers depend on (target, seed, prompts, ...). A folder written under other facts is
-        refused. vocab_size (`int`): Decides the integer type of the ids: uint16 up to 65,536, int32 beyond.
+            refused.
+        vocab_size (`int`): Decides the integer type of the ids: uint16 up to 65,536, int32 beyond.
         shard_tokens (`int`, *optional*, defaults to 2,000,000): Tokens that fill a shard.
 
     Raises:

@@ -21,6 +21,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention import use_ragged_attention
+from ..generation_config import eos_ids
 from .answers import Answer, AnswerWriter
 from .slots import Request, SlotDecoder
 
@@ -39,21 +40,17 @@ class AnswerOptions:
         slots (`int`, *optional*, defaults to 2048): Sequences decoded together.
         capacity (`int`, *optional*, defaults to 704): Tokens of a prompt and its answer.
         max_new_tokens (`int`, *optional*): Most tokens of an answer; by default only the capacity limits it.
-        max_tokens (`int`, *optional*): Stop after so many answer tokens.
         max_seconds (`float`, *optional*): Stop after so many seconds; unfinished answers are kept as they stand.
         seed (`int`, *optional*, defaults to 0): Chooses temperatures and draws, together with a prompt's index.
         check_every (`int`, *optional*, defaults to 32): Steps between two looks at the flags.
-        use_cuda_graphs (`bool`, *optional*, defaults to `True`): Capture the step on CUDA.
     """
 
     slots: int = 2048
     capacity: int = 704
     max_new_tokens: int | None = None
-    max_tokens: int | None = None
     max_seconds: float | None = None
     seed: int = 0
     check_every: int = 32
-    use_cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("slots", 1), ("check_every", 1), ("capacity", LEAST_ANSWER + 8)):
@@ -95,15 +92,6 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[di
         for messages in conversations
     ]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
-
-
-def stop_token_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends an answer: those of the generation config, of the model config and of the tokenizer."""
-    found: set[int] = set()
-    configs = (target.generation_config, target.config.get_text_config(decoder=True), tokenizer)
-    for value in (getattr(config, "eos_token_id", None) for config in configs):
-        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    return sorted(found)
 
 
 class _Conversations:
@@ -195,14 +183,13 @@ def generate_answers(
         prompts (`Sequence[Sequence[str]]`): User turns of each prompt.
         writer ([`AnswerWriter`]): Where answers go; flushed at the end.
         options ([`AnswerOptions`]): How to generate.
-        report (`Callable`, *optional*): Called with the progress about every `report_every` seconds and at the end.
+        report (`Callable`, *optional*): Called with the progress about every `report_every` seconds.
 
     Raises:
         NotImplementedError: The target's layers are not all full attention.
     """
     conversations = _Conversations(prompts, tokenizer, options, writer.done)
-    eos = stop_token_ids(target, tokenizer)
-    eos_set = set(eos)
+    eos = eos_ids(target.generation_config, target.config.get_text_config(decoder=True), tokenizer)
     progress = AnswerProgress()
     began = last_report = time.monotonic()
     last_tokens = 0
@@ -213,7 +200,7 @@ def generate_answers(
             request = occupied.pop(row)
             if not len(answer):
                 continue
-            if int(answer[-1]) in eos_set:
+            if int(answer[-1]) in eos:
                 finish = "eos"
             else:
                 finish = "loop" if looping[row] else "cut" if cut else "length"
@@ -227,7 +214,7 @@ def generate_answers(
     training = target.training
     target.eval()
     with use_ragged_attention(target):
-        decoder = SlotDecoder(target, options.slots, options.capacity, eos, options.use_cuda_graphs)
+        decoder = SlotDecoder(target, options.slots, options.capacity, eos)
         while True:
             free = [row for row in range(options.slots) if row not in occupied]
             requests = conversations.take(len(free))
@@ -245,8 +232,7 @@ def generate_answers(
             now = time.monotonic()
             running_tokens = progress.tokens + int(counts[list(occupied)].sum())
             out_of_time = options.max_seconds is not None and now - began > options.max_seconds
-            enough = options.max_tokens is not None and running_tokens >= options.max_tokens
-            if out_of_time or enough:
+            if out_of_time:
                 keep(list(occupied), counts, looping, cut=True)
                 break
             if report is not None and now - last_report > report_every:
@@ -260,6 +246,4 @@ def generate_answers(
     progress.seconds, progress.running = time.monotonic() - began, 0
     progress.skipped = conversations.skipped
     progress.recent_rate = progress.tokens / max(progress.seconds, 1e-9)
-    if report is not None:
-        report(progress)
     return progress

@@ -11,7 +11,7 @@ the cumulative distribution at a uniform number hashed from (seed, k).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,8 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tenso
     """
     Draws one token a row.
 
+    Unlike `sampling.draw` it sums in float32: float64 over a vocabulary would take gigabytes for thousands of rows.
+
     Args:
         logits (`torch.Tensor` of shape `(rows, vocabulary)`): Raw logits.
         temperatures (`torch.FloatTensor` of shape `(rows,)`): 0 takes the most likely token.
@@ -104,18 +106,11 @@ class SlotDecoder:
         target ([`PreTrainedModel`]): The model, on its device and in its dtype.
         slots (`int`): Sequences decoded together.
         capacity (`int`): Tokens a slot holds, prompt included; rounded up to a multiple of 8, which attention kernels
-        want. eos_token_ids (`Sequence[int]`): Tokens that end an answer (and stay in it).
-        use_cuda_graphs (`bool`, *optional*, defaults to `True`): Capture the step on CUDA.
+            want.
+        eos_token_ids (`Iterable[int]`): Tokens that end an answer (and stay in it).
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        slots: int,
-        capacity: int,
-        eos_token_ids: Sequence[int],
-        use_cuda_graphs: bool = True,
-    ):
+    def __init__(self, target: PreTrainedModel, slots: int, capacity: int, eos_token_ids: Iterable[int]):
         self.target = target
         self.slots = slots
         self.capacity = -(-capacity // 8) * 8
@@ -126,7 +121,7 @@ class SlotDecoder:
         def longs(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.long, device=device)
 
-        self.eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)  # [eos]
+        self.eos = torch.tensor(sorted(eos_token_ids), dtype=torch.long, device=device)  # [eos]
         self.row_index = torch.arange(slots, device=device)  # [rows]
         self.periods = torch.arange(1, LOOP_PERIOD + 1, device=device)  # [periods]
         self.last = longs(slots)  # the token whose keys and values come next
@@ -141,7 +136,7 @@ class SlotDecoder:
         # One column more than a row can fill: rows that are not active write there, which needs no branch.
         self.answers = longs(slots, self.capacity + 1)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.wants_graph = use_cuda_graphs and device.type == "cuda"
+        self.wants_graph = device.type == "cuda"
 
     @torch.inference_mode()
     def fill(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
@@ -222,11 +217,6 @@ class SlotDecoder:
         block = self.answers[torch.tensor(list(rows), device=self.device), :width].cpu().numpy()
         return [block[i, : counts[row]] for i, row in enumerate(rows)]
 
-    def stop(self, rows: Sequence[int]) -> None:
-        """Frees slots whose answers are no longer wanted."""
-        if len(rows):
-            self.active[torch.tensor(list(rows), device=self.device)] = False
-
     def _step(self) -> None:
         window = RaggedWindow.step(self.lengths, self.capacity, self.target.dtype)
         output = self.target(
@@ -273,6 +263,6 @@ class SlotDecoder:
         except RuntimeError as error:
             self.wants_graph = False
             torch.cuda.synchronize(self.device)
-            logger.warning("the decode step runs without a CUDA graph, several times slower: %s", error)
+            logger.warning("the decode step runs without a CUDA graph: %s", error)
         self.active.copy_(saved)
         self.repeats.zero_()
