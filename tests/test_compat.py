@@ -5,32 +5,71 @@ The private names of Transformers that we rely on are as we know them. A failure
 import inspect
 
 import pytest
-from transformers import GenerationConfig, GenerationMixin
+import torch
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers.generation import utils
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from transformers_dspark import _compat
+from transformers_dspark import DSparkConfig, DSparkDrafter, _compat
+from transformers_dspark.backbone_dspark import DSparkRotaryEmbedding
 
 
-@pytest.mark.parametrize("name", _compat.WRAPPED_METHODS)
+METHODS = {
+    _compat.VALIDATE_MODE: ["self", "generation_mode", "generation_config", "generation_mode_kwargs"],
+    _compat.ASSISTED_LOOP: [
+        "self",
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "synced_gpus",
+        "streamer",
+        "inputs_tensor",
+        "assistant_model",
+        "assistant_tokenizer",
+        "tokenizer",
+        "model_kwargs",
+    ],
+}
+FUNCTIONS = {
+    _compat.ACCEPT: [
+        "candidate_input_ids",
+        "candidate_logits",
+        "candidate_length",
+        "new_logits",
+        "assistant_ensemble_weight",
+    ],
+    _compat.SPLIT_OUTPUTS: ["outputs", "new_outputs", "cur_len", "added_len", "is_decoder_attention"],
+}
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def original_loop():
+    return inspect.unwrap(getattr(GenerationMixin, _compat.ASSISTED_LOOP))
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_wrapped_methods(name):
-    method = inspect.unwrap(getattr(GenerationMixin, name))
-    assert _compat.parameters(method) == _compat.WRAPPED_METHODS[name]
+    assert parameters(inspect.unwrap(getattr(GenerationMixin, name))) == METHODS[name]
 
 
-@pytest.mark.parametrize("name", _compat.REBOUND_FUNCTIONS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_rebound_functions(name):
-    assert _compat.parameters(getattr(utils, name)) == _compat.REBOUND_FUNCTIONS[name]
-    loop = inspect.unwrap(GenerationMixin._assisted_decoding)
-    assert name in loop.__code__.co_names
-    assert loop.__closure__ is None
+    assert parameters(getattr(utils, name)) == FUNCTIONS[name]
+    assert name in original_loop().__code__.co_names
+    assert original_loop().__closure__ is None
 
 
 def test_the_loop_as_we_know_it():
     """Lines of the loop whose meaning the slot depends on."""
-    source = inspect.getsource(inspect.unwrap(GenerationMixin._assisted_decoding))
+    source = inspect.getsource(original_loop())
     for line in (
-        "candidate_generator = self._get_candidate_generator(",
+        f"candidate_generator = self.{_compat.CANDIDATE_GENERATOR}(",
+        "self.prepare_inputs_for_generation(",
         "if do_sample and candidate_logits is not None:",
         "model_inputs |= candidate_generator.model_kwargs_overrides",
         "n_matches = valid_tokens.shape[1] - 1",
@@ -38,24 +77,63 @@ def test_the_loop_as_we_know_it():
         "unfinished_sequences = unfinished_sequences & ~stopping_criteria(input_ids, scores)",
     ):
         assert line in source
-    assert source.count("_speculative_sampling(") == 1
-    for name in _compat.ANSWERED_METHODS:
-        assert f"self.{name}(" in source
+    assert source.count(f"{_compat.ACCEPT}(") == 1
 
 
 def test_protocol_of_candidate_generators():
     assert CandidateGenerator.requires_model_outputs is False
-    assert list(_compat.parameters(CandidateGenerator.update_candidate_strategy))[1:] == [
-        "input_ids",
-        "scores",
-        "num_matches",
-    ]
+    assert parameters(CandidateGenerator.update_candidate_strategy)[1:] == ["input_ids", "scores", "num_matches"]
 
 
 def test_defaults_that_count_as_unset():
-    defaults = GenerationConfig._get_default_generation_params()
+    defaults = _compat.generation_defaults()
     assert defaults["num_assistant_tokens"] == 20
     assert defaults["assistant_confidence_threshold"] == 0.4
+    assert "_get_default_generation_params()" in inspect.getsource(GenerationMixin)
+
+
+def test_recurrent_state():
+    assert PreTrainedModel._is_stateful is False
+    assert "if self._is_stateful:" in inspect.getsource(
+        inspect.unwrap(getattr(GenerationMixin, _compat.VALIDATE_MODE))
+    )
+
+
+def test_attention_implementation():
+    config = LlamaConfig()
+    config._attn_implementation = "eager"
+    assert _compat.attention_implementation(config) == "eager"
+
+
+@pytest.mark.parametrize("mapping", [CONFIG_MAPPING, MODEL_MAPPING])
+def test_auto_classes_can_be_forgotten(mapping):
+    mapping.register("some key", DSparkConfig)
+    assert "some key" in mapping._extra_content
+    _compat.forget(mapping, "some key")
+    assert "some key" not in mapping._extra_content
+    _compat.forget(mapping, "some key")
+
+
+def test_declarations_of_the_flat_files():
+    for name in ("_auto_class", "_supports_sdpa", "_no_split_modules", "_tied_weights_keys"):
+        assert hasattr(PreTrainedModel, name)
+        assert getattr(DSparkDrafter, name)
+
+
+def test_frequencies_are_filled_in_by_the_class_name():
+    """Loading makes modules on the meta device, whose buffers only this branch of Transformers fills."""
+    source = inspect.getsource(PreTrainedModel._init_weights)
+    assert '"RotaryEmbedding" in module.__class__.__name__ and hasattr(module, "original_inv_freq")' in source
+    config = DSparkConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1, head_dim=8)
+    rotary = DSparkRotaryEmbedding(config)
+    expected = rotary.inv_freq.clone()
+    with torch.no_grad():
+        rotary.inv_freq.zero_()
+        rotary.original_inv_freq.zero_()
+    PreTrainedModel._init_weights(DSparkDrafter(config), rotary)
+    assert torch.equal(rotary.inv_freq, expected)
+    assert torch.equal(rotary.original_inv_freq, expected)
+    assert {"linear", "dynamic", "yarn", "llama3"} <= ROPE_INIT_FUNCTIONS.keys()
 
 
 def test_mask_length_is_recorded():
@@ -68,9 +146,9 @@ def test_rebind_leaves_everything_as_it_was():
     def marker(*args):
         return "ours"
 
-    loop = inspect.unwrap(GenerationMixin._assisted_decoding)
-    bound = _compat.rebind(GenerationMixin._assisted_decoding, _speculative_sampling=marker)
-    assert bound.__globals__["_speculative_sampling"] is marker
+    loop = original_loop()
+    bound = _compat.rebind(getattr(GenerationMixin, _compat.ASSISTED_LOOP), **{_compat.ACCEPT: marker})
+    assert bound.__globals__[_compat.ACCEPT] is marker
     assert bound.__code__ is loop.__code__
     assert loop.__globals__ is vars(utils)
     assert dict(vars(utils)) == before

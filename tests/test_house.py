@@ -14,6 +14,7 @@ PACKAGE = ROOT / "src" / "transformers_dspark"
 # Low to high: a module imports only from modules before it. Packages count as one module.
 LADDER = [
     "kernels",
+    "_compat",
     "configuration_dspark",
     "checkpoints",
     "generation_config",
@@ -27,7 +28,6 @@ LADDER = [
     "attention",
     "processors",
     "candidates",
-    "_compat",
     "slot",
     "integration",
     "training",
@@ -89,6 +89,25 @@ def test_modules_for_the_hub_stand_alone() -> None:
         absolute = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
         absolute |= {node.module or "" for node in imports if isinstance(node, ast.ImportFrom) and not node.level}
         assert not [name for name in absolute if name.startswith("transformers_dspark")], path.name
+
+
+def test_private_names_of_others_stand_in_one_module() -> None:
+    """An attribute with an underscore, reached through another object, is one that this package defines itself."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+    own, reached = set(), []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                by_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+                if by_self and isinstance(node.ctx, ast.Store):
+                    own.add(node.attr)
+                elif not by_self and not isinstance(node.value, ast.Call):  # a call: `super()._apply`
+                    reached.append((path.name, node.attr))
+    assert not [(name, attr) for name, attr in reached if attr not in own and name != "_compat.py"]
 
 
 def test_files_are_short() -> None:

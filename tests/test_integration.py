@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel, GenerationMixin, LlamaConfig, Ll
 
 import transformers_dspark
 from transformers_dspark import DSparkConfig, DSparkDrafter
-from transformers_dspark._compat import WRAPPED_METHODS
+from transformers_dspark._compat import ASSISTED_LOOP, VALIDATE_MODE
 
 
 SHAPE = {
@@ -41,7 +41,7 @@ def models():
 
 
 def methods():
-    return {name: vars(GenerationMixin)[name] for name in WRAPPED_METHODS}
+    return {name: vars(GenerationMixin)[name] for name in (VALIDATE_MODE, ASSISTED_LOOP)}
 
 
 def test_unregister_restores_the_very_functions():

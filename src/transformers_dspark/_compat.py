@@ -1,6 +1,8 @@
 """The private and undocumented names of Transformers that this package relies on.
 
-Each entry says why it is needed and what would make it superfluous; `tests/test_compat.py` fails when one changes.
+Each entry says who needs it, why, and what would make it superfluous; `tests/test_compat.py` fails when one changes.
+Code uses them through this module, with one exception: the flat `*_dspark.py` files, which travel without it. Theirs
+are what every author of a model writes, and are listed at the end.
 """
 
 from __future__ import annotations
@@ -8,51 +10,40 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
-# Methods of GenerationMixin that `integration` wraps. `_validate_generation_mode`: the last point before any work at
-# which `generate` shows configuration and assistant together. `_assisted_decoding`: chosen whenever there is an
-# assistant. Both become superfluous when `generate` lets an assistant bring its own candidate generator.
-WRAPPED_METHODS: dict[str, tuple[str, ...]] = {
-    "_validate_generation_mode": ("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
-    "_assisted_decoding": (
-        "self",
-        "input_ids",
-        "logits_processor",
-        "stopping_criteria",
-        "generation_config",
-        "synced_gpus",
-        "streamer",
-        "inputs_tensor",
-        "assistant_model",
-        "assistant_tokenizer",
-        "tokenizer",
-        "model_kwargs",
-    ),
-}
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-# Functions that `_assisted_decoding` finds among its module's globals. `_speculative_sampling` decides what is
-# accepted; Transformers' own divides by a residual that can be zero, takes no generator and cannot end at a stop
-# string. `_split_model_outputs` cuts attentions and hidden states into one entry a token; Transformers' own mistakes
-# the columns of sliding windows and static caches.
-REBOUND_FUNCTIONS: dict[str, tuple[str, ...]] = {
-    "_speculative_sampling": (
-        "candidate_input_ids",
-        "candidate_logits",
-        "candidate_length",
-        "new_logits",
-        "assistant_ensemble_weight",
-    ),
-    "_split_model_outputs": ("outputs", "new_outputs", "cur_len", "added_len", "is_decoder_attention"),
-}
+# Methods of GenerationMixin that `integration` wraps. The first is the last point before any work at which `generate`
+# shows configuration and assistant together; the second is chosen whenever there is an assistant, and is the loop that
+# `slot` runs. Both become superfluous when `generate` lets an assistant bring its own candidate generator.
+VALIDATE_MODE = "_validate_generation_mode"
+ASSISTED_LOOP = "_assisted_decoding"
 
-# What `_assisted_decoding` asks of `self` and we answer in its place.
-ANSWERED_METHODS = ("_get_candidate_generator", "prepare_inputs_for_generation")
+# Functions that the loop finds among its module's globals, and that `slot` replaces there. Transformers' own rule of
+# acceptance divides by a residual that can be zero, takes no generator and cannot end at a stop string; its own cut of
+# attentions and hidden states into one entry a token mistakes the columns of sliding windows and static caches.
+ACCEPT = "_speculative_sampling"
+SPLIT_OUTPUTS = "_split_model_outputs"
 
-# Set on the configuration by `generate`: the mask's length where an all-ones mask was dropped, needed to continue from
-# a cache.
+# The method that the loop asks of `self` for a candidate generator; `slot` answers in its place.
+CANDIDATE_GENERATOR = "_get_candidate_generator"
+
+# Set on the configuration by `generate`: the mask's length where an all-ones mask was dropped, which `slot` needs to
+# continue from a cache.
 MASK_LENGTH = "_mask_length"
+
+# In the flat files. When one of them changes, a saved drafter does not load, or loads slowly or wrongly:
+#   _auto_class          configuration, model: saved folders bring their code, as `register_for_auto_class` arranges
+#   _supports_sdpa       model: Transformers chooses its attention without a warning
+#   _no_split_modules    model: a layer stays on one device under `device_map`
+#   _tied_weights_keys   model: an own head may share the own embedding
+#   "RotaryEmbedding" in the class's name, `rope_type`, `original_inv_freq`, `compute_default_rope_parameters`
+#                        backbone: loading on the meta device fills in the frequencies again by these
+#   ROPE_INIT_FUNCTIONS, dynamic_rope_update (transformers.modeling_rope_utils)
+#                        backbone: every kind of rotary embedding, without importing a model
 
 
 def rebind(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
@@ -78,9 +69,41 @@ def rebind(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     return bound
 
 
-def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of a function's parameters, seen through wrappers."""
-    return tuple(inspect.signature(function).parameters)
+def generation_defaults() -> dict[str, Any]:
+    """
+    What `generate` fills in where neither call nor model gave a value; `generation_config` tells it from what was
+    given. Superfluous when `generate` hands on the configuration that it was called with.
+    """
+    from transformers import GenerationConfig
+
+    return GenerationConfig._get_default_generation_params()
 
 
-__all__ = ["ANSWERED_METHODS", "MASK_LENGTH", "REBOUND_FUNCTIONS", "WRAPPED_METHODS", "parameters", "rebind"]
+def keeps_recurrent_state(target: PreTrainedModel) -> bool:
+    """Whether a model cannot go back to a shorter text; `slot` refuses those. Superfluous with a public flag."""
+    return getattr(target, "_is_stateful", False)
+
+
+def attention_implementation(config: PreTrainedConfig) -> str:
+    """Name of a model's attention, for `attention` to put back; its setter is public, its getter is not."""
+    return config._attn_implementation
+
+
+def forget(mapping: Any, key: Any) -> None:
+    """Undoes `register` of an Auto class for `integration`, which has no public counterpart."""
+    mapping._extra_content.pop(key, None)
+
+
+__all__ = [
+    "ACCEPT",
+    "ASSISTED_LOOP",
+    "CANDIDATE_GENERATOR",
+    "MASK_LENGTH",
+    "SPLIT_OUTPUTS",
+    "VALIDATE_MODE",
+    "attention_implementation",
+    "forget",
+    "generation_defaults",
+    "keeps_recurrent_state",
+    "rebind",
+]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from ._compat import attention_implementation
 from .cache import WINDOW_KEYWORD, RaggedWindow
 
 
@@ -96,11 +97,11 @@ def use_ragged_attention(target: PreTrainedModel) -> Iterator[PreTrainedModel]:
     Raises:
         NotImplementedError: The model does not dispatch its attention through `AttentionInterface`.
     """
-    before = target.config._attn_implementation
+    before = attention_implementation(target.config)
     AttentionInterface.register(ATTENTION_NAME, ragged_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, ragged_mask)
     target.set_attn_implementation(ATTENTION_NAME)
-    if target.config._attn_implementation != ATTENTION_NAME:
+    if attention_implementation(target.config) != ATTENTION_NAME:
         raise NotImplementedError(f"{type(target).__name__} does not let its attention implementation be replaced.")
     try:
         yield target

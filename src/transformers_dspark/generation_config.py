@@ -12,6 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
+from ._compat import generation_defaults
 from .checkpoints import HUB_ARGUMENTS
 
 
@@ -154,7 +155,7 @@ def _given(name: str, *configs: GenerationConfig | None) -> Any:
     for config in configs:
         value = getattr(config, name, None)
         ours = isinstance(config, DSparkGenerationConfig) and name == "assistant_confidence_threshold"
-        if value is not None and (ours or value != GenerationConfig._get_default_generation_params().get(name)):
+        if value is not None and (ours or value != generation_defaults().get(name)):
             return value
     return None
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import wrapt
 
+from . import _compat
+
 
 _MODEL_TYPE = "dspark"
 _MARK = "_transformers_dspark_original"
@@ -72,38 +74,39 @@ def _is_drafter(assistant: Any) -> bool:
     return getattr(getattr(assistant, "config", None), "model_type", None) == _MODEL_TYPE
 
 
-def _wrap_validate_generation_mode(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_validation(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def _validate_generation_mode(
+    def validate(
         self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict[str, Any]
     ) -> None:
         drafter: Any = generation_mode_kwargs.get("assistant_model")
         if _is_drafter(drafter):
-            from .slot import check_request
+            from .slot import check_request, check_tokenizers
 
             check_request(self, drafter, generation_config, generation_mode)
+            check_tokenizers(*map(generation_mode_kwargs.get, ("tokenizer", "assistant_tokenizer")))
             # what is left are checks of the target; those of the assistant assume a language model with a tokenizer
             generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
-    return _validate_generation_mode
+    return validate
 
 
-def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_drafter(kwargs.get("assistant_model")):
             return original(self, *args, **kwargs)
         from .slot import assisted_decoding
 
         return assisted_decoding(original, self, *args, **kwargs)
 
-    return _assisted_decoding
+    return decode
 
 
 _WRAPPERS = {
-    "_validate_generation_mode": _wrap_validate_generation_mode,
-    "_assisted_decoding": _wrap_assisted_decoding,
+    _compat.VALIDATE_MODE: _wrap_validation,
+    _compat.ASSISTED_LOOP: _wrap_loop,
 }
 
 
@@ -134,7 +137,7 @@ def _attach_config(module: ModuleType) -> None:
 
 
 def _detach_config(module: ModuleType) -> None:
-    module.CONFIG_MAPPING._extra_content.pop(_MODEL_TYPE, None)
+    _compat.forget(module.CONFIG_MAPPING, _MODEL_TYPE)
 
 
 def _attach_model(module: ModuleType) -> None:
@@ -161,7 +164,7 @@ def _detach_model(module: ModuleType) -> None:
 
     from .configuration_dspark import DSparkConfig
 
-    module.MODEL_MAPPING._extra_content.pop(DSparkConfig, None)
+    _compat.forget(module.MODEL_MAPPING, DSparkConfig)
     vars(transformers).pop("DSparkDrafter", None)
 
 

@@ -401,7 +401,7 @@ class DSparkDrafter(PreTrainedModel):
         model._account_for(info, path)
         if own_embeddings and not model.config.own_embeddings:
             raise ValueError(f"own_embeddings=True, but {path} holds no embedding of its own; borrow the target's.")
-        model.name_or_path = model.config._name_or_path = str(path)
+        model.name_or_path = model.config.name_or_path = str(path)
         model.generation_config = options
         return (model, info) if with_info else model  # type: ignore[return-value]
 

@@ -51,7 +51,7 @@ def check_request(
         )
     if target.config.is_encoder_decoder:
         raise NotImplementedError(f"{name} is an encoder-decoder model; DSpark drafts for decoder-only targets.")
-    if getattr(target, "_is_stateful", False):
+    if _compat.keeps_recurrent_state(target):
         raise NotImplementedError(
             f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft: generate without the "
             "drafter."
@@ -79,6 +79,22 @@ def check_request(
     DraftingOptions.resolve(config, drafter)
 
 
+def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
+    """
+    Refuses an assistant's tokenizer that is not the target's own. (A pipeline passes the target's once more when the
+    drafter's configuration names other special tokens.)
+
+    Raises:
+        ValueError: it is another, or the target's was not given.
+    """
+    if assistant_tokenizer is None or assistant_tokenizer is tokenizer:
+        return
+    if tokenizer is None or tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
+        raise ValueError(
+            "assistant_tokenizer is not used: a DSpark drafter writes in its target's own vocabulary. Leave it out."
+        )
+
+
 def assisted_decoding(
     loop: Callable[..., Any],
     target: PreTrainedModel,
@@ -94,7 +110,8 @@ def assisted_decoding(
     Runs Transformers' assisted loop with a DSpark drafter.
 
     Args:
-        loop (`Callable`): `GenerationMixin._assisted_decoding`; the other arguments are those it takes.
+        loop (`Callable`): The method `_compat.ASSISTED_LOOP`; the other arguments are those it takes.
+        assistant_tokenizer: Already judged by [`check_tokenizers`].
 
     Returns:
         The token ids, or a [`DSparkGenerateOutput`] with `return_dict_in_generate=True`.
@@ -113,7 +130,7 @@ def assisted_decoding(
     config = copy.copy(generation_config)
     config.do_sample = True  # greedy calls too: only this branch of the loop leaves the choice of tokens to us
     config.disable_compile = config.disable_compile or drafting.taps.needs_hook
-    bound = _compat.rebind(loop, _speculative_sampling=rounds.verify, _split_model_outputs=rounds.split)
+    bound = _compat.rebind(loop, **{_compat.ACCEPT: rounds.verify, _compat.SPLIT_OUTPUTS: rounds.split})
     mask, mask_length = kwargs.get("attention_mask"), getattr(generation_config, _compat.MASK_LENGTH, -1)
     view = _TargetView(target, rounds, input_ids.shape[1], mask, mask_length)
     with drafting.taps, few_rows_head(target):
@@ -154,7 +171,7 @@ def generate(
     """
     check_request(model, drafter, generation_config, generation_config.get_generation_mode())
     return assisted_decoding(
-        type(model)._assisted_decoding,
+        getattr(type(model), _compat.ASSISTED_LOOP),
         model,
         input_ids,
         logits_processor,
@@ -222,7 +239,7 @@ class _Rounds(CandidateGenerator):
         assistant_ensemble_weight: float | None = None,
     ) -> tuple[torch.Tensor, int]:
         """
-        Stands in for Transformers' `_speculative_sampling`.
+        Stands in for Transformers' rule of acceptance, `_compat.ACCEPT`.
 
         Args:
             candidate_input_ids (`torch.LongTensor` of shape `(1, length + width)`): Committed and drafted ids.
@@ -263,8 +280,8 @@ class _Rounds(CandidateGenerator):
         is_decoder_attention: bool = False,
     ) -> tuple[Any, ...]:
         """
-        Stands in for Transformers' `_split_model_outputs`: one entry a token, each as a step of plain decoding returns
-        it.
+        Stands in for Transformers' `_compat.SPLIT_OUTPUTS`: one entry a token, each as a step of plain decoding
+        returns it.
 
         Args:
             outputs (`tuple`): Entries so far.
@@ -316,13 +333,12 @@ class _TargetView:
         self._mask_length = mask_length if mask is None else mask.shape[1]
 
     def __getattr__(self, name: str) -> Any:
+        if name == _compat.CANDIDATE_GENERATOR:
+            return lambda **kwargs: self._rounds
         return getattr(self._target, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._target(*args, **kwargs)
-
-    def _get_candidate_generator(self, **kwargs: Any) -> CandidateGenerator:
-        return self._rounds
 
     def prepare_inputs_for_generation(
         self,

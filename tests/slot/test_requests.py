@@ -77,6 +77,29 @@ def test_confidence_threshold_without_confidence(lab, never_run, prompt):
         never_run().generate(prompt, assistant_model=drafter, assistant_confidence_threshold=0.5, max_new_tokens=4)
 
 
+class Words:
+    def __init__(self, *words):
+        self.words = words
+
+    def get_vocab(self):
+        return {word: i for i, word in enumerate(self.words)}
+
+
+@pytest.mark.parametrize("tokenizer", [None, Words("a", "b")])
+def test_another_tokenizer(lab, never_run, prompt, tokenizer):
+    options = {"assistant_model": lab.drafter(), "assistant_tokenizer": Words("b", "a"), "max_new_tokens": 4}
+    with pytest.raises(ValueError, match=r"assistant_tokenizer is not used.*Leave it out"):
+        never_run().generate(prompt, tokenizer=tokenizer, **options)
+
+
+def test_the_targets_own_tokenizer_once_more(lab, prompt):
+    """As a pipeline passes it."""
+    plain = lab.target().generate(prompt, max_new_tokens=4, do_sample=False)
+    for own, other in ((Words("a", "b"), Words("a", "b")), (None, None)):
+        options = {"tokenizer": own, "assistant_tokenizer": other, "assistant_model": lab.drafter()}
+        assert torch.equal(lab.target().generate(prompt, max_new_tokens=4, do_sample=False, **options), plain)
+
+
 def test_targets_that_cannot_roll_back(lab, never_run, prompt, monkeypatch):
     target = never_run()
     monkeypatch.setattr(type(target), "_is_stateful", True)
