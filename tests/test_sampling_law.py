@@ -1,5 +1,7 @@
 """Sampling with a drafter follows the target's law exactly: chi-square tests on a vocabulary of five tokens."""
 
+import functools
+import inspect
 import itertools
 
 import pytest
@@ -165,40 +167,81 @@ def test_the_test_sees_a_wrong_draft_distribution(target):
     assert p_value(texts, joint_law(tables)) < 1e-6
 
 
-@pytest.mark.parametrize("head", ["vanilla", "rnn"])
-def test_law_through_generate(target, head):
-    """A long text from a target that looks at its last token only: the counts of each transition follow its law."""
+# ---- through generate
+# ------------------------------------------------------------------------------------------------
+
+OPTIONS = {"repetition_penalty": 1.3, "temperature": 0.8, "top_k": 4, "top_p": 0.86, "min_p": 0.28}
+WARPERS = [
+    RepetitionPenaltyLogitsProcessor(1.3),
+    TemperatureLogitsWarper(0.8),
+    TopKLogitsWarper(4),
+    TopPLogitsWarper(0.86),
+    MinPLogitsWarper(0.28),
+]
+
+
+@pytest.fixture(scope="module")
+def memoryless():
+    """A target that looks at its last token only, so a few states (last token, tokens seen) make up its whole law."""
     torch.manual_seed(0)
-    memoryless = LlamaForCausalLM(
-        LlamaConfig(
-            **SHAPE, num_hidden_layers=2, initializer_range=0.15, eos_token_id=None, max_position_embeddings=4096
-        )
-    ).eval()
-    for layer in memoryless.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-    drafter = drafter_for(memoryless, head)
-    torch.manual_seed(2)
-    out = memoryless.generate(
-        PROMPT,
-        assistant_model=drafter,
-        do_sample=True,
-        temperature=0.8,
-        top_k=4,
-        max_new_tokens=1000,
-        return_dict_in_generate=True,
-    )
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)])
-    ids = torch.arange(VOCAB)[:, None]
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=1, initializer_range=0.15, eos_token_id=None))
+    torch.nn.init.zeros_(model.model.layers[0].self_attn.o_proj.weight)
+    return model.eval()
+
+
+def law_of_state(target, warpers, last, seen):
+    ids = torch.tensor([[*sorted(seen), last]])  # a penalty counts tokens seen, in whatever order
     with torch.no_grad():
-        law = warpers(ids, memoryless(ids).logits[:, -1]).softmax(dim=-1).double()
-    tokens = out.sequences[0, PROMPT.shape[1] - 1 :]
-    pairs = torch.bincount(tokens[:-1] * VOCAB + tokens[1:], minlength=VOCAB**2).reshape(VOCAB, VOCAB).double()
+        return LogitsProcessorList(warpers)(ids, target(ids).logits[:, -1]).softmax(dim=-1)[0].tolist()
+
+
+def grouped(seen, law):
+    """Counts and expected counts of one state, the smallest joined until at least five are expected in each group."""
+    groups, observed, expected = [], 0, 0.0
+    for p, n in sorted(zip(law, seen, strict=True)):
+        observed, expected = observed + n, expected + p * sum(seen)
+        if expected >= 5:
+            groups.append((observed, expected))
+            observed, expected = 0, 0.0
+    return groups
+
+
+@pytest.mark.parametrize("tokens", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head", HEADS)
+def test_law_through_generate(memoryless, head, tokens, monkeypatch):
+    """Many short texts from the slot itself: the counts after each state follow the processed law of that state."""
+    # Transformers inspects every processor anew at every position, which would be half of the time
+    monkeypatch.setattr(inspect, "signature", functools.cache(inspect.signature))
+    drafter, counts, accepted = drafter_for(memoryless, head), {}, []
+    torch.manual_seed(7)
+    while sum(map(sum, counts.values())) < tokens:
+        out = memoryless.generate(
+            torch.tensor([[2]]),
+            assistant_model=drafter,
+            do_sample=True,
+            max_new_tokens=50,
+            return_dict_in_generate=True,
+            **OPTIONS,
+        )
+        accepted += out.dspark.accepted_lengths[0]
+        text = out.sequences[0].tolist()
+        for n in range(1, len(text)):
+            counts.setdefault((text[n - 1], frozenset(text[:n])), [0] * VOCAB)[text[n]] += 1
+    assert {1, 2, LENGTH + 1} <= set(accepted)  # every outcome is exercised
     statistic, freedom = 0.0, 0
-    for seen, row in zip(pairs, law, strict=True):
-        expected = row * seen.sum()
-        assert seen[row == 0].sum() == 0
-        used = expected > 0
-        statistic += ((seen - expected)[used] ** 2 / expected[used]).sum().item()
-        freedom += int(used.sum()) - 1 if seen.sum() else 0
-    assert out.dspark.mean_accepted_length > 1.2
+    for state, seen in counts.items():
+        law = law_of_state(memoryless, WARPERS, *state)
+        assert not [n for p, n in zip(law, seen, strict=True) if p == 0 and n]  # what is forbidden never appears
+        groups = grouped(seen, law)
+        statistic += sum((observed - expected) ** 2 / expected for observed, expected in groups)
+        freedom += max(0, len(groups) - 1)
+    assert freedom > 10
     assert stats.chi2.sf(statistic, freedom) > 1e-4
+
+
+def test_every_option_changes_the_law_through_generate(memoryless):
+    states = [(last, {last, other}) for last in range(VOCAB) for other in range(VOCAB)]
+    for left_out in range(len(WARPERS)):
+        others = WARPERS[:left_out] + WARPERS[left_out + 1 :]
+        changed = [law_of_state(memoryless, w, *state) for state in states for w in (WARPERS, others)]
+        assert changed[::2] != changed[1::2], WARPERS[left_out]
