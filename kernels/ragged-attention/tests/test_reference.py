@@ -8,8 +8,7 @@ import math
 
 import pytest
 import torch
-
-from transformers_dspark.kernels.ragged_attention import ragged_attention_reference
+from ragged_attention import ragged_attention_reference
 
 
 def make(lengths, widths, heads=6, kv_heads=2, head_dim=20, value_dim=20, capacity=111, padding=0, oldest=None):
