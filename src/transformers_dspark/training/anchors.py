@@ -16,8 +16,8 @@ class Blocks:
         anchors (`torch.LongTensor` of shape `(rows, num)`): Positions of the anchors.
         ids (`torch.LongTensor` of shape `(rows, num * gamma)`): Drafter input: each anchor's token, then mask tokens.
         position_ids (`torch.LongTensor` of shape `(rows, num * gamma)`): Absolute positions of those.
-        previous (`torch.LongTensor` of shape `(rows, num, gamma)`): True token before each drafted one (teacher
-        forcing). labels (`torch.LongTensor` of shape `(rows, num, gamma)`): True token at each drafted position.
+        previous (`torch.LongTensor` of shape `(rows, num, gamma)`): True token before each drafted one.
+        labels (`torch.LongTensor` of shape `(rows, num, gamma)`): True token at each drafted position.
         valid (`torch.BoolTensor` of shape `(rows, num, gamma)`): False where there is nothing to learn.
     """
 

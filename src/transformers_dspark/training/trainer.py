@@ -17,6 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
+from ..generation_config import eos_ids
 from ..modeling_dspark import DSparkDrafter
 from ..telemetry import GenerationStats
 from .anchors import pack_blocks, sample_anchors
@@ -39,8 +40,7 @@ def new_drafter(target: PreTrainedModel, shape: DrafterShape, sequences: Sequenc
     taps = shape.target_layer_ids or tuple(sorted(set(spread)))
     mask_token = shape.mask_token_id
     if mask_token is None:
-        ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
-        mask_token = text.vocab_size - 1 if text.pad_token_id in (None, *ends) else text.pad_token_id
+        mask_token = text.vocab_size - 1 if text.pad_token_id in (None, *eos_ids(text)) else text.pad_token_id
     config = DSparkConfig(
         vocab_size=text.vocab_size,
         draft_vocab_size=shape.draft_vocab_size,
