@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from transformers_dspark.attention import ATTENTION_NAME, use_ragged_attention
 from transformers_dspark.cache import RaggedWindow, ragged_cache
 from transformers_dspark.cli import main
-from transformers_dspark.training.answers import AnswerWriter, read_answers, read_index
+from transformers_dspark.training import answers as answers_module
+from transformers_dspark.training.answers import INDEX_NAME, Answer, AnswerWriter, read_answers, read_index
 from transformers_dspark.training.on_policy import AnswerOptions, generate_answers, prompt_noise
 from transformers_dspark.training.slots import LOOP_TOKENS, Request, SlotDecoder, draw, hashed_uniforms
 
@@ -277,6 +278,49 @@ def test_a_resumed_run_repeats_nothing_and_changes_nothing(tmp_path, tokenizer, 
     assert progress.answers == 9 - kept
     assert len(list(read_answers(parts))) == 9
     assert collect(parts) == collect(whole)
+
+
+def test_an_interrupted_run_loses_no_answer_and_restores_the_target(tmp_path, tokenizer):
+    target = tiny("llama").train()
+    writer = AnswerWriter(tmp_path, {}, 258)
+
+    def interrupt(progress):
+        if progress.answers >= 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate_answers(target, tokenizer, PROMPTS, writer, OPTIONS, interrupt, report_every=0.0)
+    assert target.training
+    assert len(writer.done) >= 3
+    assert set(collect(tmp_path)) == writer.done
+
+
+def test_a_flush_that_was_interrupted_can_be_repeated(tmp_path, monkeypatch):
+    writer = AnswerWriter(tmp_path, {}, 258)
+    writer.add(Answer(0, 0, np.arange(5), 2, 0.0, "eos"))
+    replace = answers_module._replace
+
+    def interrupted(path, write):
+        if path.name == INDEX_NAME:
+            raise KeyboardInterrupt
+        replace(path, write)
+
+    with monkeypatch.context() as context:
+        context.setattr(answers_module, "_replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.flush()
+    writer.flush()
+    assert len(list(read_answers(tmp_path))) == 1
+
+
+def test_answers_are_written_by_time_as_well(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(answers_module.time, "monotonic", lambda: now[0])
+    writer = AnswerWriter(tmp_path, {}, 258)
+    for number, (seconds, shards) in enumerate([(100, 0), (119, 1), (119, 1), (1, 2)]):
+        now[0] += seconds
+        writer.add(Answer(number, 0, np.arange(5), 2, 0.0, "eos"))
+        assert len(writer.shards) == shards
 
 
 def test_a_run_out_of_time_keeps_what_it_has(tmp_path, tokenizer):

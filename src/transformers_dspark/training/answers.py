@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ class Answer:
 @dataclass
 class AnswerWriter:
     """
-    Appends answers to a folder, one shard whenever enough tokens have come together.
+    Appends answers to a folder, one shard whenever enough tokens or seconds have come together.
 
     Args:
         folder (`Path`): Where the shards live; created if missing, continued if it holds some.
@@ -58,6 +59,8 @@ class AnswerWriter:
             refused.
         vocab_size (`int`): Decides the integer type of the ids: uint16 up to 65,536, int32 beyond.
         shard_tokens (`int`, *optional*, defaults to 2,000,000): Tokens that fill a shard.
+        shard_seconds (`float`, *optional*, defaults to 120): After so long a shard is written however small, so that
+            a machine that fails costs no more than that.
 
     Raises:
         ValueError: The folder was written under different facts.
@@ -67,6 +70,7 @@ class AnswerWriter:
     facts: dict[str, Any]
     vocab_size: int
     shard_tokens: int = 2_000_000
+    shard_seconds: float = 120.0
     shards: list[dict[str, Any]] = field(init=False)
     done: set[tuple[int, int]] = field(init=False)  # (prompt, turn)
 
@@ -76,6 +80,7 @@ class AnswerWriter:
         self.shards, self.done = [], set()
         self._pending: list[Answer] = []
         self._pending_tokens = 0
+        self._flushed = time.monotonic()
         if (self.folder / INDEX_NAME).exists():
             index = read_index(self.folder)
             changed = {k: (index["facts"].get(k), v) for k, v in self.facts.items() if index["facts"].get(k) != v}
@@ -94,11 +99,13 @@ class AnswerWriter:
         self.done.add((answer.prompt, answer.turn))
         self._pending.append(answer)
         self._pending_tokens += len(answer.ids)
-        if self._pending_tokens >= self.shard_tokens:
+        late = time.monotonic() - self._flushed >= self.shard_seconds
+        if late or self._pending_tokens >= self.shard_tokens:
             self.flush()
 
     def flush(self) -> None:
         """Writes what is pending as one shard, then the index."""
+        self._flushed = time.monotonic()
         if not self._pending:
             return
         name = f"answers-{len(self.shards):05d}.safetensors"
@@ -117,17 +124,17 @@ class AnswerWriter:
             "finishes": np.array([FINISHES.index(a.finish) for a in answers], dtype=np.uint8),
         }
         _replace(self.folder / name, lambda path: save_file(arrays, path))
-        self.shards.append(
-            {
-                "file": name,
-                "answers": len(answers),
-                "tokens": int(lengths.sum()),
-                "answer_tokens": int(lengths.sum() - prompt_lengths.sum()),
-            }
-        )
-        index = {"format": FORMAT, "vocab_size": self.vocab_size, "facts": self.facts, "shards": self.shards}
+        shard = {
+            "file": name,
+            "answers": len(answers),
+            "tokens": int(lengths.sum()),
+            "answer_tokens": int(lengths.sum() - prompt_lengths.sum()),
+        }
+        shards = [*self.shards, shard]
+        index = {"format": FORMAT, "vocab_size": self.vocab_size, "facts": self.facts, "shards": shards}
         _replace(self.folder / INDEX_NAME, lambda path: path.write_text(json.dumps(index, indent=1)))
-        self._pending, self._pending_tokens = [], 0
+        # only now, so that a flush that was interrupted can be repeated
+        self.shards, self._pending, self._pending_tokens = shards, [], 0
 
 
 def _replace(path: Path, write: Any) -> None:

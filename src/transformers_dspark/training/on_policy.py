@@ -181,7 +181,8 @@ def generate_answers(
         target ([`PreTrainedModel`]): The model, on its device and in its dtype.
         tokenizer ([`PreTrainedTokenizerBase`]): Its tokenizer, with a chat template.
         prompts (`Sequence[Sequence[str]]`): User turns of each prompt.
-        writer ([`AnswerWriter`]): Where answers go; flushed at the end.
+        writer ([`AnswerWriter`]): Where answers go; flushed at the end, also if that is an exception or
+            Ctrl-C.
         options ([`AnswerOptions`]): How to generate.
         report (`Callable`, *optional*): Called with the progress about every `report_every` seconds.
 
@@ -213,36 +214,38 @@ def generate_answers(
 
     training = target.training
     target.eval()
-    with use_ragged_attention(target):
-        decoder = SlotDecoder(target, options.slots, options.capacity, eos)
-        while True:
-            free = [row for row in range(options.slots) if row not in occupied]
-            requests = conversations.take(len(free))
-            if requests:
-                rows = free[: len(requests)]
-                decoder.fill(rows, requests)
-                occupied.update(zip(rows, requests, strict=True))
-            if not occupied:
-                progress.exhausted = True
-                break
-            decoder.run(options.check_every)
-            active, counts, looping = decoder.read()
-            keep([row for row in occupied if not active[row]], counts, looping, cut=False)
+    try:
+        with use_ragged_attention(target):
+            decoder = SlotDecoder(target, options.slots, options.capacity, eos)
+            while True:
+                free = [row for row in range(options.slots) if row not in occupied]
+                requests = conversations.take(len(free))
+                if requests:
+                    rows = free[: len(requests)]
+                    decoder.fill(rows, requests)
+                    occupied.update(zip(rows, requests, strict=True))
+                if not occupied:
+                    progress.exhausted = True
+                    break
+                decoder.run(options.check_every)
+                active, counts, looping = decoder.read()
+                keep([row for row in occupied if not active[row]], counts, looping, cut=False)
 
-            now = time.monotonic()
-            running_tokens = progress.tokens + int(counts[list(occupied)].sum())
-            out_of_time = options.max_seconds is not None and now - began > options.max_seconds
-            if out_of_time:
-                keep(list(occupied), counts, looping, cut=True)
-                break
-            if report is not None and now - last_report > report_every:
-                progress.seconds, progress.running = now - began, len(occupied)
-                progress.skipped = conversations.skipped
-                progress.recent_rate = (running_tokens - last_tokens) / (now - last_report)
-                last_report, last_tokens = now, running_tokens
-                report(progress)
-    writer.flush()
-    target.train(training)
+                now = time.monotonic()
+                running_tokens = progress.tokens + int(counts[list(occupied)].sum())
+                out_of_time = options.max_seconds is not None and now - began > options.max_seconds
+                if out_of_time:
+                    keep(list(occupied), counts, looping, cut=True)
+                    break
+                if report is not None and now - last_report > report_every:
+                    progress.seconds, progress.running = now - began, len(occupied)
+                    progress.skipped = conversations.skipped
+                    progress.recent_rate = (running_tokens - last_tokens) / (now - last_report)
+                    last_report, last_tokens = now, running_tokens
+                    report(progress)
+    finally:  # also when interrupted: what is answered is kept
+        target.train(training)
+        writer.flush()
     progress.seconds, progress.running = time.monotonic() - began, 0
     progress.skipped = conversations.skipped
     progress.recent_rate = progress.tokens / max(progress.seconds, 1e-9)
