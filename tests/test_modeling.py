@@ -177,11 +177,46 @@ def test_any_module_can_come_first():
 def test_binding_copies_nothing():
     drafter, target = make(), tiny_target()
     assert drafter.bind_target(target) is drafter
-    assert drafter._borrowed.head_weight.data_ptr() == target.lm_head.weight.data_ptr()
+    assert drafter._borrowed.head_tensors()[0] is target.lm_head.weight
     assert drafter._borrowed.embedding is target.get_input_embeddings()
     before = drafter._borrowed
     assert drafter.bind_target(target)._borrowed is before
     assert not any(parameter is target.lm_head.weight for parameter in drafter.parameters())
+
+
+HEAD_CHANGES = {
+    "moved and cast": lambda target: target.to(torch.float64),
+    "replaced": lambda target: target.load_state_dict(
+        {name: tensor + 0.1 for name, tensor in target.state_dict().items()}, assign=True
+    ),
+    "trained in place": lambda target: target.lm_head.weight.add_(0.1),
+    "bias trained": lambda target: target.lm_head.bias.add_(1.0),
+}
+
+
+@pytest.mark.parametrize("change", HEAD_CHANGES)
+@pytest.mark.parametrize("size", [50, 20], ids=["full", "reduced"])
+def test_a_changed_head_is_noticed(size, change):
+    drafter, target, hidden = make(draft_vocab_size=size), tiny_target(), torch.randn(2, 3, 16)
+    target.lm_head.bias = torch.nn.Parameter(torch.randn(50))
+    drafter.bind_target(target)
+    with torch.no_grad():
+        before = drafter.unembed(hidden)
+        HEAD_CHANGES[change](target)
+        after = drafter.bind_target(target).unembed(hidden)
+        full = target.lm_head(hidden.to(target.dtype))
+    assert after.dtype == target.dtype
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, full[..., drafter.draft_vocabulary()])
+
+
+def test_an_unchanged_head_is_copied_once():
+    drafter, hidden = make(draft_vocab_size=20).bind_target(tiny_target()), torch.randn(2, 3, 16, requires_grad=True)
+    with torch.inference_mode():
+        drafter.unembed(hidden)
+    rows = drafter._borrowed.rows
+    drafter.unembed(hidden).sum().backward()
+    assert drafter._borrowed.rows is rows
 
 
 @pytest.mark.parametrize(

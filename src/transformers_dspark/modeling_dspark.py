@@ -53,10 +53,25 @@ class _Borrowed:
     embedding: nn.Embedding
     embedding_scale: float
     head: nn.Linear
-    head_weight: torch.Tensor
-    head_bias: torch.Tensor | None
     logit_factor: float
     softcap: float | None
+    rows: tuple[torch.Tensor, torch.Tensor | None] | None = None  # copied from the head for a reduced vocabulary
+    rows_of: tuple[Any, ...] = ()  # the state of the tensors that they were copied from
+
+    def head_tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The head's weight and bias as they are now; they may have been moved, cast, replaced or trained."""
+        return self.head.weight, getattr(self.head, "bias", None)
+
+    def head_rows(self, drafter: DSparkDrafter) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Those rows of [`head_tensors`] that the drafter can propose, copied again when the head has changed."""
+        weight, bias = self.head_tensors()
+        state = tuple(map(_state_of, (weight, bias, drafter.d2t)))
+        if self.rows is None or state != self.rows_of:
+            with torch.inference_mode(False):  # kept beyond this call, so it must serve training as well
+                ids = drafter.draft_vocabulary().to(weight.device)
+                self.rows = weight.detach()[ids], None if bias is None else bias.detach()[ids]
+            self.rows_of = state
+        return self.rows
 
 
 class DSparkDrafter(PreTrainedModel):
@@ -136,7 +151,8 @@ class DSparkDrafter(PreTrainedModel):
     def bind_target(self, target: PreTrainedModel) -> DSparkDrafter:
         """
         Borrows the target's embedding and head by reference, with its scales and softcap. Nothing is copied, except
-        the head's rows for a reduced draft vocabulary. Binding the same target again is free.
+        the head's rows for a reduced draft vocabulary, and these again whenever the head has changed. Binding the
+        same target again is free.
 
         Raises:
             ValueError: see [`~DSparkDrafter.check_target`].
@@ -149,16 +165,10 @@ class DSparkDrafter(PreTrainedModel):
         scale = getattr(text, "embedding_multiplier", 1.0) or 1.0
         if text.model_type in ("gemma", "gemma2") and not hasattr(embedding, "embed_scale"):
             scale = text.hidden_size**0.5  # these two scale in their forward, not in the embedding module
-        weight, bias = head.weight, getattr(head, "bias", None)
-        if self.config.has_reduced_vocabulary:
-            rows = self.draft_vocabulary().to(weight.device)
-            weight, bias = weight.detach()[rows], None if bias is None else bias.detach()[rows]
         self._borrowed = _Borrowed(
             embedding=embedding,
             embedding_scale=scale,
             head=head,
-            head_weight=weight,
-            head_bias=bias,
             logit_factor=(getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0),
             softcap=getattr(text, "final_logit_softcapping", None),
         )
@@ -188,8 +198,9 @@ class DSparkDrafter(PreTrainedModel):
         if self.lm_head is not None:
             return self._softcapped(self.lm_head(hidden), self.config.final_logit_softcapping)
         parts = self._bound()
-        weight, size = parts.head_weight, self.config.draft_vocab_size
-        logits = few_rows_linear(hidden.to(weight.device, weight.dtype), weight, parts.head_bias)[..., :size]
+        reduced, size = self.config.has_reduced_vocabulary, self.config.draft_vocab_size
+        weight, bias = parts.head_rows(self) if reduced else parts.head_tensors()
+        logits = few_rows_linear(hidden.to(weight.device, weight.dtype), weight, bias)[..., :size]
         logits = logits if parts.logit_factor == 1.0 else logits * parts.logit_factor
         return self._softcapped(logits, parts.softcap).to(hidden.device)
 
@@ -427,6 +438,14 @@ class DSparkDrafter(PreTrainedModel):
                 wrong.append(f"d2t does not lead to ascending target ids within 0..{size - 1}")
         if wrong:
             raise ValueError(f"Tensors of {path} do not match its configuration: {'; '.join(wrong)}.")
+
+
+def _state_of(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What differs once a tensor has been moved, cast, replaced or written to; read without a device sync."""
+    if tensor is None:
+        return None
+    version = None if tensor.is_inference() else getattr(tensor, "_version", None)  # counts writes; autograd's own
+    return tensor.data_ptr(), version, tensor.shape, tensor.device, tensor.dtype
 
 
 def few_rows_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
