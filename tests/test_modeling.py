@@ -306,6 +306,23 @@ def test_select_and_keep_going():
     assert wide.tokens.shape == (2, 4)
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["own", "borrowed"])
+def test_ids_of_a_padded_head_are_read_as_mask_tokens(own):
+    drafter = make(own_embeddings=own, enable_confidence_head=True, confidence_head_with_markov=True)
+    drafter.bind_target(tiny_target())
+    context = drafter.new_context()
+
+    def padded(k, logits, tokens):
+        return torch.tensor([50 + k, 49]), logits
+
+    with torch.no_grad():
+        drafter.extend_context(context, torch.randn(1, 3, 32).expand(2, -1, -1), torch.arange(3).expand(2, -1))
+        proposal = drafter.propose(torch.tensor([50, 49]), torch.tensor([3, 3]), context, select=padded)
+    assert proposal.tokens[0].tolist() == [50, 51, 52, 53]
+    torch.testing.assert_close(proposal.logits[0], proposal.logits[1])
+    torch.testing.assert_close(proposal.confidence[0], proposal.confidence[1])
+
+
 def test_confidence_temperatures():
     drafter = make(own_embeddings=True, enable_confidence_head=True)
     context = drafter.new_context()

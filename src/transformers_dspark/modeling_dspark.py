@@ -292,13 +292,17 @@ class DSparkDrafter(PreTrainedModel):
         if taps.shape[1]:
             context.append(self._context_keys_values(taps, position_ids))
 
+    def _known(self, ids: torch.Tensor) -> torch.Tensor:
+        """A padded head can emit ids beyond the vocabulary; the drafter has no rows for them and reads mask tokens."""
+        return ids.masked_fill(ids >= self.config.vocab_size, self.config.mask_token_id)
+
     def block_states(
         self, anchor_ids: torch.Tensor, position_ids: torch.Tensor, context: DSparkContext
     ) -> torch.Tensor:
         """States `(rows, gamma, hidden)` of one block behind the context; `(rows,)` anchors at `(rows,)` positions."""
         gamma = self.config.block_size
         block = anchor_ids.new_full((anchor_ids.shape[0], gamma), self.config.mask_token_id)
-        block[:, 0] = anchor_ids
+        block[:, 0] = self._known(anchor_ids)
         positions = position_ids[:, None] + torch.arange(gamma, device=position_ids.device)
         return self._backbone(block, positions, context.stage)
 
@@ -340,7 +344,7 @@ class DSparkDrafter(PreTrainedModel):
         """The sequential stage of [`~DSparkDrafter.propose`] over `(rows, width, hidden)` block states."""
         select = select or (lambda k, logits, tokens: (logits.argmax(dim=-1), logits))
         base = self.unembed(hidden).float()
-        previous, state = anchor_ids.to(self.device), None
+        previous, state = self._known(anchor_ids.to(self.device)), None
         tokens, logits, confidences = anchor_ids.new_empty(anchor_ids.shape[0], 0), [], []
         for k in range(hidden.shape[1]):
             embedded = None if self.markov_head is None else self.markov_head.embed(previous)
@@ -352,7 +356,7 @@ class DSparkDrafter(PreTrainedModel):
                 features, state = self.markov_head.features(embedded, hidden[:, k], state)
                 corrected = corrected + self.markov_head.markov_w2(features).float()
             chosen, used = select(k, self.logits_to_target(corrected), tokens)
-            previous = chosen.to(self.device)
+            previous = self._known(chosen.to(self.device))
             tokens = torch.cat((tokens, chosen.to(tokens.device)[:, None]), dim=1)
             logits.append(used)
             if confidence is not None:
