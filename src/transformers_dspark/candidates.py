@@ -137,7 +137,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         inputs: dict[str, Any] = {n: t.to(self.target.device) for n, t in tensors.items() if n in accepted}
         if "logits_to_keep" in accepted:
             inputs["logits_to_keep"] = 1
-        outputs = self.target(
+        outputs = self.taps.run(
             input_ids=input_ids[:, :length].to(self.target.device),
             use_cache=False,
             **inputs,

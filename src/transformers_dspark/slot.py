@@ -215,6 +215,7 @@ class _Rounds(CandidateGenerator):
         do_sample: bool,
     ) -> None:
         self.model_kwargs_overrides = drafting.model_kwargs_overrides
+        self.taps = drafting.taps
         self.stats = GenerationStats()
         self._drafting, self._processors, self._stopping = drafting, processors, stopping
         self._cache, self._do_sample, self._noise = cache, do_sample, drafting.noise
@@ -338,7 +339,7 @@ class _TargetView:
         return getattr(self._target, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._target(*args, **kwargs)
+        return self._rounds.taps.run(*args, **kwargs)
 
     def prepare_inputs_for_generation(
         self,

@@ -7,6 +7,7 @@ entry has passed the final norm.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -37,6 +38,7 @@ class TargetTaps:
         self._last = target.config.get_text_config().num_hidden_layers - 1
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._last_output: torch.Tensor | None = None
+        self._thread: int | None = None
         self.forward_kwargs: dict[str, Any] = {
             "output_hidden_states": True if keep_all else [layer + 1 for layer in self.layer_ids]
         }
@@ -58,8 +60,20 @@ class TargetTaps:
             self._hook.remove()
         self._hook = self._last_output = None
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        A forward of the target whose taps [`~TargetTaps.read`] joins. Others, of a logits processor or of another
+        thread, leave no trace.
+        """
+        self._thread = threading.get_ident()
+        try:
+            return self._target(*args, **kwargs)
+        finally:
+            self._thread = None
+
     def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._last_output = output if isinstance(output, torch.Tensor) else output[0]
+        if self._thread == threading.get_ident():
+            self._last_output = output if isinstance(output, torch.Tensor) else output[0]
 
     def read(self, outputs: ModelOutput, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """

@@ -1,7 +1,10 @@
 """Greedy decoding with a drafter gives the very tokens of plain generate."""
 
+import threading
+
 import pytest
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import transformers_dspark
 
@@ -144,6 +147,43 @@ def test_taps_at_both_ends(lab, prompt, taps):
     expected = torch.cat([raw["last"] if i == 2 else outputs.hidden_states[i + 1] for i in taps], dim=-1)
     got = torch.cat(seen, dim=1)
     torch.testing.assert_close(got, expected[:, : got.shape[1]], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("who", ["guidance", "criterion", "thread"])
+def test_the_last_tap_is_of_our_own_forwards(lab, prompt, who):
+    """Others run the same model in the meantime: the drafter must not see their hidden states."""
+
+    class Runs(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            target(input_ids[:, :3])
+            return torch.tensor([False])
+
+    def beside(module, args, output):
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=target, args=(prompt[:, :3],))
+            thread.start()
+            thread.join()
+
+    target, taps = lab.target(), []
+    options = {"max_new_tokens": 12, "do_sample": False}
+    options |= {"guidance_scale": 1.5} if who == "guidance" else {}
+    for disturbed in (False, True):
+        drafter, seen = lab.drafter(target_layer_ids=[0, 2]), []
+        extend = drafter.extend_context
+        drafter.extend_context = lambda context, taps, at, do=extend, to=seen: (to.append(taps), do(context, taps, at))
+        extra = {"stopping_criteria": StoppingCriteriaList([Runs()])} if disturbed and who == "criterion" else {}
+        hook = target.model.norm.register_forward_hook(beside) if disturbed and who == "thread" else None
+        ours = target.generate(prompt, assistant_model=drafter, **options, **extra)
+        if hook is not None:
+            hook.remove()
+        taps.append(torch.cat(seen, dim=1))
+    assert torch.equal(ours, target.generate(prompt, **options))
+    raw = []
+    hook = target.model.layers[-1].register_forward_hook(lambda m, a, o: raw.append(o if torch.is_tensor(o) else o[0]))
+    target.model(ours[:, :-1])
+    hook.remove()
+    for seen in taps:
+        torch.testing.assert_close(seen[..., 32:], raw[0][:, : seen.shape[1]], rtol=1e-4, atol=1e-4)
 
 
 def _forward_hooks(target) -> set:
