@@ -1,6 +1,9 @@
 """The drafter as a model of Transformers: saving, reopening, binding, context, and its configuration."""
 
+import copy
+import io
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -217,6 +220,23 @@ def test_an_unchanged_head_is_copied_once():
     rows = drafter._borrowed.rows
     drafter.unembed(hidden).sum().backward()
     assert drafter._borrowed.rows is rows
+
+
+def test_copies_leave_the_targets_parts_behind():
+    drafter, target, ids = make(draft_vocab_size=20), tiny_target(), torch.tensor([1, 2])
+    file = io.BytesIO()
+    torch.save(drafter, file)
+    unbound_size = file.tell()
+    expected = drafter.bind_target(target).embed(ids)
+    file = io.BytesIO()
+    torch.save(drafter, file)
+    assert file.tell() == unbound_size
+    file.seek(0)
+    for again in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter)), torch.load(file, weights_only=False)):
+        with pytest.raises(RuntimeError, match="bind_target"):
+            again.embed(ids)
+        assert torch.equal(again.bind_target(target).embed(ids), expected)
+    assert torch.equal(drafter.embed(ids), expected)  # itself still bound
 
 
 @pytest.mark.parametrize(

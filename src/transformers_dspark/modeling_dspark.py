@@ -174,6 +174,10 @@ class DSparkDrafter(PreTrainedModel):
         )
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the target's parts behind; they are bound anew."""
+        return self.__dict__ | {"_borrowed": None}
+
     def _bound(self) -> _Borrowed:
         if self._borrowed is None:
             raise RuntimeError(
