@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaForCausalLM
 
@@ -250,6 +251,20 @@ def test_copies_leave_the_targets_parts_behind():
 def test_target_that_does_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
         make().bind_target(tiny_target(**changes))
+
+
+@pytest.mark.parametrize("part", ["embedding", "head"])
+def test_offloaded_parts_cannot_be_borrowed(part, tmp_path):
+    place = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    place |= {"lm_head": "cpu"} | {"embedding": {"model.embed_tokens": "disk"}, "head": {"lm_head": "disk"}}[part]
+    drafter, target = make(), tiny_target()
+    drafter.bind_target(target)
+    dispatch_model(target, place, main_device="cpu", offload_dir=tmp_path)
+    with pytest.raises(ValueError, match=f"its {part} offloaded, .* `own_embeddings=True`"):
+        make().bind_target(target)
+    with pytest.raises(ValueError, match=f"its {part} offloaded"):  # although it was bound before
+        target.generate(torch.tensor([[1, 2, 3]]), assistant_model=drafter, max_new_tokens=2)
+    make(own_embeddings=True).check_target(target)
 
 
 def test_target_on_the_last_layer_and_the_embedding_fit():

@@ -128,7 +128,8 @@ class DSparkDrafter(PreTrainedModel):
     def check_target(self, target: PreTrainedModel) -> None:
         """
         Raises:
-            ValueError: the target's hidden size, vocabulary or depth is not what this drafter was made for.
+            ValueError: the target's hidden size, vocabulary or depth is not what this drafter was made for, or its
+                embedding or head is offloaded and cannot be borrowed.
         """
         text, ours = target.config.get_text_config(), self.config
         wrong = []
@@ -146,6 +147,13 @@ class DSparkDrafter(PreTrainedModel):
             raise ValueError(
                 f"This drafter does not fit {type(target).__name__}: {'; '.join(wrong)}. Load the drafter that was "
                 "trained for this target, or train one with `dspark train`."
+            )
+        parts = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
+        if not ours.own_embeddings and (away := [name for name, part in parts.items() if part.weight.is_meta]):
+            raise ValueError(
+                f"{type(target).__name__} has its {' and its '.join(away)} offloaded, where no drafter can borrow: "
+                "keep both on a device with `device_map`, or load the drafter with `own_embeddings=True` if its "
+                "checkpoint holds its own."
             )
 
     def bind_target(self, target: PreTrainedModel) -> DSparkDrafter:
