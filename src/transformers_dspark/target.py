@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -49,6 +50,7 @@ class TargetTaps:
         return self._last in self.layer_ids
 
     def __enter__(self) -> TargetTaps:
+        self._thread = threading.get_ident()
         if self.needs_hook:
             self._hook = decoder_layers(self._target)[self._last].register_forward_hook(self._keep)
         return self
@@ -62,8 +64,8 @@ class TargetTaps:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """
-        A forward of the target whose taps [`~TargetTaps.read`] joins. Others, of a logits processor or of another
-        thread, leave no trace.
+        A forward of the target whose taps [`~TargetTaps.read`] joins. From then on forwards that do not pass here
+        leave no trace, such as those of a logits processor; those of other threads never do.
         """
         self._thread = threading.get_ident()
         try:
@@ -103,6 +105,11 @@ class TargetTaps:
         return torch.cat(taps, dim=-1)
 
 
+# calls that use a head at the same time, on several threads: the last one puts it back
+_lock = threading.Lock()
+_users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
 @contextmanager
 def few_rows_head(target: PreTrainedModel) -> Iterator[None]:
     """
@@ -111,14 +118,21 @@ def few_rows_head(target: PreTrainedModel) -> Iterator[None]:
     linear layer on the CPU, or whose forward someone else replaced, stays as it is.
     """
     head = target.get_output_embeddings()
-    if type(head) is not nn.Linear or head.weight.device.type != "cpu" or "forward" in vars(head):
-        yield
-        return
-    head.forward = lambda states: few_rows_linear(states, head.weight, head.bias)  # type: ignore[method-assign, assignment]
+    with _lock:
+        usable = type(head) is nn.Linear and head.weight.device.type == "cpu"
+        if usable := usable and (head in _users or "forward" not in vars(head)):
+            if head not in _users:
+                head.forward = lambda states: few_rows_linear(states, head.weight, head.bias)
+            _users[head] = _users.get(head, 0) + 1
     try:
         yield
     finally:
-        del head.forward
+        with _lock:
+            if usable:
+                _users[head] -= 1
+            if usable and not _users[head]:
+                del _users[head]
+                vars(head).pop("forward", None)
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
