@@ -161,7 +161,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         def select(k: int, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             scores = pad_vocabulary(logits.to(device, torch.float32), vocab_size)
             scores = processors(torch.cat((input_ids, tokens.to(device)), dim=1), scores.clone())
-            some = torch.isfinite(scores).any(dim=-1)
+            some = torch.isfinite(scores.amax(dim=-1))  # NaN and +inf show up there as well
             drawable.append(some)
             if uniforms is None:
                 chosen = scores.argmax(dim=-1)
@@ -185,8 +185,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _usable(self, tokens: torch.Tensor, drawable: list[torch.Tensor]) -> int:
         """
-        Drafts before the first position at which no token was possible, up to and including a first end-of-sequence
-        token.
+        Drafts before the first position with no possible token, or with logits that are no numbers, up to and
+        including a first end-of-sequence token.
         """
         if not drawable:
             return 0

@@ -290,6 +290,8 @@ class _Rounds(CandidateGenerator):
                 `(1, heads, queries, keys)` of the latest step.
             added_len (`int`): Tokens committed in it.
         """
+        if isinstance(new_outputs[0], tuple):  # an attention that returns no weights, see `_TargetView`
+            return (*outputs, *new_outputs * (added_len if outputs else 1))
         if not outputs:
             return (tuple(new_outputs),)  # the prefill
         entries = []
@@ -339,7 +341,11 @@ class _TargetView:
         return getattr(self._target, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._rounds.taps.run(*args, **kwargs)
+        outputs = self._rounds.taps.run(*args, **kwargs)
+        attentions = outputs.get("attentions")
+        if isinstance(attentions, tuple) and not any(isinstance(t, torch.Tensor) for t in attentions):
+            outputs.attentions = (attentions,)  # the loop looks at the first; `split` hands on what was there
+        return outputs
 
     def prepare_inputs_for_generation(
         self,

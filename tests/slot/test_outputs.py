@@ -33,6 +33,16 @@ def test_all_outputs(lab, both, prompt, kind, cache):
     assert_same_outputs(plain, ours)
 
 
+@pytest.mark.parametrize("new_tokens", [1, 2, 20])
+def test_attentions_that_are_not_returned(lab, both, prompt, new_tokens):
+    """SDPA has none: the entries are as empty as those of plain decoding."""
+    target = lab.target()
+    plain, ours = both(target, prompt, 4, max_new_tokens=new_tokens, **EVERYTHING)
+    assert not any(isinstance(t, torch.Tensor) for entry in plain.attentions for t in entry)
+    assert ours.attentions == plain.attentions
+    assert_same_outputs(plain, ours)
+
+
 def test_all_outputs_behind_padding(lab, both, prompt):
     padded = torch.cat((torch.zeros(1, 3, dtype=torch.long), prompt), dim=1)
     mask = (torch.arange(padded.shape[1]) >= 3).long()[None]
@@ -195,6 +205,20 @@ def test_processor_that_leaves_the_drafter_nothing(lab, prompt):
     ours = target.generate(prompt, assistant_model=drafter, **options)
     assert torch.equal(ours.sequences, target.generate(prompt, **options).sequences)
     assert set(ours.dspark.verify_lengths[0]) == {0}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_drafter_without_numbers(lab, prompt, do_sample, poison):
+    """Logits that are no numbers draft nothing; the text is the target's."""
+    target, drafter = lab.target(), lab.drafter(markov_head_type="vanilla")
+    with torch.no_grad():
+        drafter.markov_head.markov_w2.weight[5] = poison
+    options = {"max_new_tokens": 12, "do_sample": do_sample, "top_k": 1 if do_sample else None}
+    ours = target.generate(prompt, assistant_model=drafter, return_dict_in_generate=True, **options)
+    assert torch.equal(ours.sequences, target.generate(prompt, **options))
+    if poison != poison:
+        assert set(ours.dspark.verify_lengths[0]) == {0}
 
 
 # ---- randomness
