@@ -6,8 +6,16 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
+from tests.golden import DATA
 from transformers_dspark import DSparkDrafter
 from transformers_dspark.cli import main
 from transformers_dspark.modeling_dspark import Proposal
@@ -133,7 +141,7 @@ def test_frequent_tokens():
 
 
 def test_new_drafter_fits_any_depth():
-    for layers, taps in ((1, [-1]), (2, [0]), (3, [1]), (5, [1, 2, 3]), (36, [1, 9, 18, 26, 34])):
+    for layers, taps in ((1, [-1]), (2, [0]), (3, [1]), (5, [1, 2]), (36, [1, 9, 17, 25, 33])):
         config = LlamaConfig(
             vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=layers, num_attention_heads=2
         )
@@ -227,6 +235,69 @@ def test_a_new_run_starts_a_new_log(target, answers, tmp_path):
     trainer.train()
     steps = [json.loads(line)["step"] for line in (tmp_path / LOG_NAME).read_text().splitlines()]
     assert set(steps) == {trainer.max_steps}
+
+
+SMALL = {"vocab_size": 64, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+OTHERS = {
+    "gemma3": Gemma3TextConfig(
+        **SMALL, hidden_size=36, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=8,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
+    "gpt2": GPT2Config(**SMALL, n_embd=36, n_layer=3, n_head=4, n_positions=128),
+    "gpt_neox": GPTNeoXConfig(
+        **SMALL, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=128,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gpt2", "gpt_neox"])
+def test_targets_of_other_families(answers, tmp_path, kind):
+    """Two steps, a figure and a drafter on disk, whatever the target's configuration calls its sizes."""
+    torch.manual_seed(0)
+    if kind == "gemma4":
+        other = AutoModelForCausalLM.from_pretrained(DATA / "gemma4_vanilla" / "target").eval()
+    else:
+        other = AutoModelForCausalLM.from_config(OTHERS[kind]).eval()
+    arguments = TrainArguments(epochs=1, tokens_per_batch=600, anchors=4, held_out=4, evaluations=1)
+    trainer = Trainer(other, answers, tmp_path, DrafterShape(num_layers=1, block_size=3, markov_rank=4), arguments)
+    assert trainer.max_steps >= 2
+    assert trainer.train().rounds > 0
+    config = DSparkDrafter.from_pretrained(tmp_path).bind_target(other).config
+    expected = {
+        # heads, key-value heads, head size, inner size, positions, theta
+        "gemma3": (4, 2, 8, 48, 131072, 1e6),
+        "gemma4": (4, 2, 16, 128, 512, 1e6),
+        "gpt2": (4, 4, 8, 144, 128, 1e4),
+        "gpt_neox": (4, 4, 8, 48, 128, 1e4),
+    }[kind]
+    assert expected == (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.intermediate_size,
+        config.max_position_embeddings,
+        config.rope_parameters["rope_theta"],
+    )
+
+
+def test_a_target_that_hides_its_states(target, answers, tmp_path, monkeypatch):
+    trainer = Trainer(target, answers, tmp_path, SHAPE, ARGUMENTS)
+    plain = type(target.model).forward
+
+    def hiding(self, *args, output_hidden_states, **kwargs):
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(target.model), "forward", hiding)
+    with pytest.raises(NotImplementedError, match="LlamaModel does not return its hidden states"):
+        trainer.train()
+
+
+def test_answers_longer_than_the_context(answers, tmp_path):
+    small = AutoModelForCausalLM.from_config(GPT2Config(**SMALL, n_embd=32, n_layer=2, n_head=4, n_positions=16))
+    with pytest.raises(ValueError, match=r"has \d+ tokens, the target's context 16: set max_length"):
+        Trainer(small, answers, tmp_path, SHAPE, ARGUMENTS)
 
 
 def test_answers_of_another_vocabulary(target, answers, tmp_path):

@@ -66,8 +66,15 @@ def target_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Taps `(rows, length, num_taps * hidden)` and normed last states `(rows, length, hidden)` of right-padded sequences.
+
+    Raises:
+        NotImplementedError: the target does not return them.
     """
-    taps = TargetTaps(target, layer_ids)
+    taps = TargetTaps(target.base_model, layer_ids)  # without the head
     with taps:
-        outputs = target.base_model(input_ids, use_cache=False, **taps.forward_kwargs)
+        outputs = taps.run(input_ids, use_cache=False, **taps.forward_kwargs)
+        if any(outputs.get(name) is None for name in ("hidden_states", "last_hidden_state")):
+            raise NotImplementedError(
+                f"{type(target.base_model).__name__} does not return its hidden states; no drafter can read it."
+            )
         return taps.read(outputs, target.device, target.dtype), outputs.last_hidden_state

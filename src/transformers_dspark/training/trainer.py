@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
 from ..generation_config import eos_ids
@@ -31,12 +31,41 @@ from .objective import Objective
 STATE_NAME, LOG_NAME = "state.pt", "log.jsonl"
 
 
+def _geometry(text: PreTrainedConfig) -> dict[str, Any]:
+    """
+    Sizes of a backbone beside a target. Only the hidden size has to be the target's; the others follow it where they
+    can. Attributes are read as a dictionary, since a configuration with other sizes in some layers refuses `getattr`.
+    """
+    values = text.to_dict()
+
+    def size(name: str, default: int) -> int:
+        value = values.get(text.attribute_map.get(name, name))
+        return value if isinstance(value, int) and value > 0 else default
+
+    hidden = text.hidden_size
+    heads = size("num_attention_heads", max(1, hidden // 64))
+    key_value_heads = size("num_key_value_heads", heads)
+    head_dim = size("head_dim", hidden // heads)
+    rope = values.get("rope_parameters") or {}
+    rope = rope.get("full_attention") or rope  # where kinds of layers have their own, as in Gemma3
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": size("intermediate_size", 4 * hidden),
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads if heads % key_value_heads == 0 else heads,
+        "head_dim": max(2, head_dim - head_dim % 2),  # a rotary embedding needs pairs
+        "rms_norm_eps": values.get("rms_norm_eps") or 1e-6,
+        "max_position_embeddings": size("max_position_embeddings", 32768),
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
+    }
+
+
 def new_drafter(target: PreTrainedModel, shape: DrafterShape, sequences: Sequences, seed: int) -> DSparkDrafter:
     """A fresh drafter of a shape, with the target's geometry, bound to it."""
     text = target.config.get_text_config()
     layers = text.num_hidden_layers
-    # the released recipe's spacing: 1, 9, 17, 25, 33 of 36 layers; a target of one layer has only -1
-    spread = (min(max(round(1 + i * (layers - 4) / 4), -1), layers - 2) for i in range(5))
+    # the released recipe's spacing: 1, 9, 17, 25, 33 of 36 layers; a target of two layers has only 0, of one only -1
+    spread = (min(max(round(1 + i * (layers - 4) / 4), 1), layers - 2) for i in range(5))
     taps = shape.target_layer_ids or tuple(sorted(set(spread)))
     mask_token = shape.mask_token_id
     if mask_token is None:
@@ -44,15 +73,8 @@ def new_drafter(target: PreTrainedModel, shape: DrafterShape, sequences: Sequenc
     config = DSparkConfig(
         vocab_size=text.vocab_size,
         draft_vocab_size=shape.draft_vocab_size,
-        hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
         num_hidden_layers=shape.num_layers,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        rms_norm_eps=text.rms_norm_eps,
-        max_position_embeddings=text.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": text.rope_parameters.get("rope_theta", 10000.0)},
+        **_geometry(text),
         block_size=shape.block_size,
         mask_token_id=mask_token,
         target_layer_ids=list(taps),
@@ -82,7 +104,8 @@ class Trainer:
         shape (`DrafterShape`), arguments (`TrainArguments`): See there.
 
     Raises:
-        ValueError: the shape does not fit the target, or the answers are not of its vocabulary.
+        ValueError: the shape does not fit the target, or the answers are not of its vocabulary or exceed its
+            context.
     """
 
     def __init__(
@@ -90,9 +113,15 @@ class Trainer:
     ) -> None:
         self.target, self.out = target.requires_grad_(False).eval(), out
         self.shape, self.arguments = shape, arguments
-        largest, size = max(int(ids.max()) for ids in sequences.ids), target.config.get_text_config().vocab_size
+        text = target.config.get_text_config()
+        largest, size = max(int(ids.max()) for ids in sequences.ids), text.vocab_size
         if largest >= size:
             raise ValueError(f"The answers hold token {largest}, the target has {size}: another target wrote them.")
+        longest, context = max(map(len, sequences.ids)), _geometry(text)["max_position_embeddings"]
+        if longest > context:
+            raise ValueError(
+                f"The longest answer has {longest} tokens, the target's context {context}: set max_length to that."
+            )
         self.train_set, self.held_out_set = split(sequences, arguments.held_out, arguments.seed)
         self.drafter = new_drafter(target, shape, self.train_set, arguments.seed).train()
         cuda = target.device.type == "cuda"
