@@ -229,6 +229,38 @@ def test_resume_is_exact(target, answers, tmp_path, monkeypatch):
     assert logs[0] == logs[1]
 
 
+def test_a_torn_line_of_the_log_does_not_stop_a_resume(target, answers, tmp_path):
+    trainer = Trainer(target, answers, tmp_path, SHAPE, ARGUMENTS)
+    trainer.step = 2
+    trainer._save_state()
+    (tmp_path / LOG_NAME).write_text('{"step": 1}\n{"step": 3}\n[]\n{"st')
+    resumed = Trainer(target, answers, tmp_path, SHAPE, ARGUMENTS)
+    resumed._resume()
+    assert resumed.step == 2
+    assert (tmp_path / LOG_NAME).read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("content", [b"", b"xx", {"a": 1}, [1], "cut", "no counters", "other tensors"])
+def test_a_damaged_state_is_named(target, answers, tmp_path, content):
+    trainer = Trainer(target, answers, tmp_path, SHAPE, ARGUMENTS)
+    trainer.step = 2
+    trainer._save_state()
+    file = tmp_path / STATE_NAME
+    state = torch.load(file, weights_only=True)
+    if content == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif content == "no counters":
+        torch.save({name: part for name, part in state.items() if name != "counters"}, file)
+    elif content == "other tensors":
+        torch.save(state | {"drafter": {}}, file)
+    elif isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    with pytest.raises(ValueError, match=r"state\.pt is damaged, or no state of a training run; remove it"):
+        trainer.train()
+
+
 def test_a_new_run_starts_a_new_log(target, answers, tmp_path):
     (tmp_path / LOG_NAME).write_text('{"step": 3, "total": 1.0}\n')
     trainer = Trainer(target, answers, tmp_path, SHAPE, ARGUMENTS)

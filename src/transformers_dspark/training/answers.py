@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 
@@ -63,7 +64,7 @@ class AnswerWriter:
             a machine that fails costs no more than that.
 
     Raises:
-        ValueError: The folder was written under different facts.
+        ValueError: The folder was written under different facts, or is damaged.
     """
 
     folder: Path
@@ -91,7 +92,7 @@ class AnswerWriter:
                 )
             self.shards = index["shards"]
             for shard in self.shards:
-                arrays = load_file(self.folder / shard["file"])
+                arrays = _read_shard(self.folder, shard)
                 self.done.update(zip(arrays["prompts"].tolist(), arrays["turns"].tolist(), strict=True))
 
     def add(self, answer: Answer) -> None:
@@ -148,25 +149,38 @@ def read_index(folder: str | Path) -> dict[str, Any]:
     Reads the index of an answer folder.
 
     Raises:
-        ValueError: There is no index, or it has a newer format.
+        ValueError: There is no index, it is damaged, or it has a newer format.
     """
     path = Path(folder) / INDEX_NAME
     if not path.exists():
         raise ValueError(
             f"{folder} is not a folder of answers: it has no {INDEX_NAME}. Make one with `dspark data answers`."
         )
-    index = json.loads(path.read_text())
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(index, dict) or not isinstance(index.get("format"), int):
+        raise _damaged(path, "it holds no object with a whole number as `format`")
     if index["format"] > FORMAT:
         raise ValueError(
             f"{path} has format {index['format']}, this version reads up to {FORMAT}; upgrade transformers-dspark."
         )
+    shards = index.get("shards")
+    if not isinstance(index.get("facts"), dict) or not isinstance(shards, list) or not all(map(_is_shard, shards)):
+        raise _damaged(path, "`facts` or `shards` are not of the form that a run writes")
     return index
 
 
 def read_answers(folder: str | Path) -> Iterator[Answer]:
-    """Yields every answer of a folder in the order it was written, one shard in memory at a time."""
+    """
+    Yields every answer of a folder in the order it was written, one shard in memory at a time.
+
+    Raises:
+        ValueError: The index or a shard is damaged.
+    """
     for shard in read_index(folder)["shards"]:
-        arrays = load_file(Path(folder) / shard["file"])
+        arrays = _read_shard(Path(folder), shard)
         offsets = arrays["offsets"]
         for i in range(shard["answers"]):
             yield Answer(
@@ -177,3 +191,48 @@ def read_answers(folder: str | Path) -> Iterator[Answer]:
                 temperature=float(arrays["temperatures"][i]),
                 finish=FINISHES[int(arrays["finishes"][i])],
             )
+
+
+def _damaged(path: Path, problem: str) -> ValueError:
+    return ValueError(f"{path} is damaged ({problem}); remove its folder and run `dspark data answers` again.")
+
+
+def _is_shard(shard: Any) -> bool:
+    return (
+        isinstance(shard, dict)
+        and isinstance(shard.get("file"), str)
+        and Path(shard["file"]).name == shard["file"]  # beside the index
+        and isinstance(shard.get("answers"), int)
+        and shard["answers"] > 0
+    )
+
+
+def _read_shard(folder: Path, shard: dict[str, Any]) -> dict[str, np.ndarray]:
+    """
+    The arrays of a shard, which fit each other and the index.
+
+    Raises:
+        ValueError: They do not, or the file cannot be read.
+    """
+    path, answers = folder / shard["file"], shard["answers"]
+    try:
+        arrays = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    per_answer = ("prompt_lengths", "temperatures", "prompts", "turns", "finishes")
+    for name, size in {"ids": None, "offsets": answers + 1, **dict.fromkeys(per_answer, answers)}.items():
+        array = arrays.get(name)
+        kinds = "f" if name == "temperatures" else "iu"
+        if array is None or array.ndim != 1 or array.dtype.kind not in kinds or size not in (None, len(array)):
+            raise _damaged(path, f"`{name}` is missing or not what {INDEX_NAME} promises for {answers} answers")
+        if not (array >= 0).all():
+            raise _damaged(path, f"`{name}` holds a number below 0")
+    offsets = arrays["offsets"].astype(np.int64)
+    lengths = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != len(arrays["ids"]) or (lengths < 1).any():
+        raise _damaged(path, "`offsets` does not divide `ids`")
+    if (arrays["prompt_lengths"] > lengths).any():
+        raise _damaged(path, "a prompt is longer than its answer's end")
+    if (arrays["finishes"] >= len(FINISHES)).any():
+        raise _damaged(path, f"`finishes` holds a number above {len(FINISHES) - 1}")
+    return arrays

@@ -248,16 +248,26 @@ class Trainer:
                 )
             self._cut_log()
             return
-        state = torch.load(path, map_location=self.target.device, weights_only=True)
-        ours, theirs = self._identity(), state["run"]
+        damaged = f"{path} is damaged, or no state of a training run; remove it to train from the beginning"
+        try:
+            state = torch.load(path, map_location=self.target.device, weights_only=True)
+        except Exception as error:  # whatever a file that is no archive of tensors makes of the unpickler
+            raise ValueError(f"{damaged} ({type(error).__name__}).") from error
+        if not isinstance(state, dict) or not isinstance(theirs := state.get("run"), dict):
+            raise ValueError(f"{damaged}.")
+        ours = self._identity()
         if changed := [name for name in ours if theirs.get(name) != ours[name]]:
             raise ValueError(
                 f"{path} belongs to a run with other settings ({', '.join(changed)}); use the same, or another folder."
             )
-        self.drafter.load_state_dict(state["drafter"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.anchor_generator.set_state(state["anchors"].cpu())
-        self.step, self.seconds, self.evaluations = (state["counters"][k] for k in ("step", "seconds", "evaluations"))
+        try:
+            self.drafter.load_state_dict(state["drafter"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.anchor_generator.set_state(state["anchors"].cpu())
+            counters = state["counters"]
+            self.step, self.seconds, self.evaluations = (counters[k] for k in ("step", "seconds", "evaluations"))
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{damaged} ({type(error).__name__}).") from error
         self._cut_log()
 
     def _identity(self) -> dict[str, Any]:
@@ -268,8 +278,16 @@ class Trainer:
         return self.arguments.to_dict() | asdict(self.shape) | target | answers
 
     def _cut_log(self) -> None:
-        """Drops what an earlier run logged beyond the step to go on from."""
+        """Drops what an earlier run logged beyond the step to go on from, and a line that it did not finish."""
         log = self.out / LOG_NAME
-        if log.exists():
-            lines = log.read_text().splitlines(keepends=True)
-            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step and self.step))
+        if not log.exists():
+            return
+        kept = []
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(step := record.get("step"), int) and step <= self.step:
+                kept.append(line + "\n")
+        log.write_text("".join(kept) if self.step else "")
