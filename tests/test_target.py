@@ -1,10 +1,14 @@
 """The target's head under speculation: the same numbers, and nothing left behind."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import ModelOutput
 
-from transformers_dspark.target import few_rows_head
+from transformers_dspark.target import TargetTaps, few_rows_head
 
 
 @pytest.fixture
@@ -52,3 +56,39 @@ def test_leaves_another_kind_of_head_alone(target):
     target.set_output_embeddings(Head(32, 97, bias=False))
     with few_rows_head(target):
         assert "forward" not in vars(target.lm_head)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_calls_at_once(target, order):
+    """Whichever ends first, the other keeps the quick head, and nothing stays behind."""
+    contexts = [few_rows_head(target) for _ in order]
+    for context in contexts:
+        context.__enter__()
+    for index in order:
+        assert "forward" in vars(target.lm_head)
+        contexts[index].__exit__(None, None, None)
+    assert "forward" not in vars(target.lm_head)
+
+
+def test_many_threads(target):
+    def enter_and_leave():
+        for _ in range(500):
+            with few_rows_head(target):
+                pass
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for job in [pool.submit(enter_and_leave) for _ in range(4)]:
+                job.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert "forward" not in vars(target.lm_head)
+
+
+def test_several_states_a_token(target):
+    """As with AltUp."""
+    taps = TargetTaps(target, [0])
+    with pytest.raises(NotImplementedError, match="one state a token"):
+        taps.read(ModelOutput(hidden_states=(torch.zeros(2, 1, 4, 32),) * 2), torch.device("cpu"), torch.float32)

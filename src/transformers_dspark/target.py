@@ -88,6 +88,7 @@ class TargetTaps:
 
         Raises:
             RuntimeError: the target did not return a hidden state that it was asked for.
+            NotImplementedError: it keeps several states a token.
         """
         states = outputs.get("hidden_states") or ()
         taps = []
@@ -100,6 +101,11 @@ class TargetTaps:
                 raise RuntimeError(
                     f"{type(self._target).__name__} returned no hidden state for the tap on layer {layer}; a DSpark "
                     "target has to support `output_hidden_states`."
+                )
+            if tap.dim() != 3:
+                raise NotImplementedError(
+                    f"The hidden states of {type(self._target).__name__} have shape {tuple(tap.shape)} instead of "
+                    "(rows, length, hidden size); DSpark drafters read one state a token: leave the drafter out."
                 )
             taps.append(tap.to(device, dtype))
         return torch.cat(taps, dim=-1)
@@ -120,17 +126,18 @@ def few_rows_head(target: PreTrainedModel) -> Iterator[None]:
     head = target.get_output_embeddings()
     with _lock:
         usable = type(head) is nn.Linear and head.weight.device.type == "cpu"
-        if usable := usable and (head in _users or "forward" not in vars(head)):
-            if head not in _users:
-                head.forward = lambda states: few_rows_linear(states, head.weight, head.bias)
+        usable = usable and (head in _users or "forward" not in vars(head))
+        if usable and head not in _users:
+            head.forward = lambda states: few_rows_linear(states, head.weight, head.bias)
+        if usable:
             _users[head] = _users.get(head, 0) + 1
     try:
         yield
     finally:
         with _lock:
-            if usable:
+            if usable and _users[head] > 1:
                 _users[head] -= 1
-            if usable and not _users[head]:
+            elif usable:
                 del _users[head]
                 vars(head).pop("forward", None)
 
