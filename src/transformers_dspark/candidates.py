@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
@@ -64,6 +65,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._prefilled = False
         self._cached_before = 0
         self._unnamed = 0
+        self._room: int | None = None
+        self._positions = _learned_positions(target)
 
     @torch.no_grad()
     def get_candidates(
@@ -91,11 +94,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if is_first_iteration or model_outputs is None:
             cache = model_kwargs.get("cache")
             self._cached_before = int(cache.get_seq_length()) if cache is not None else 0
+            self._room = _room(cache)
             return input_ids, None
         width = min(self.options.width, self._max_length - input_ids.shape[1] - 1)
         if width <= 0 or not self.processors.can_speculate:
             return input_ids, None
         anchor_position = self._commit(input_ids, model_kwargs, model_outputs, int(n_last_matches))
+        # a criterion may end the text before it leaves the cache or the positions: no draft leaves them either
+        if self._room is not None:
+            width = min(width, self._room - self._unnamed - input_ids.shape[1])
+        if self._positions is not None:
+            width = min(width, self._positions - 1 - int(anchor_position))
+        if width <= 0:
+            return input_ids, None
         tokens, logits = self._draft(input_ids, anchor_position, width, model_outputs.logits.shape[-1])
         if tokens.shape[1] == 0:
             return input_ids, None
@@ -199,6 +210,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if token in self._eos_ids:
                 return k + 1
         return tokens.shape[1]
+
+
+def _room(cache: Cache | None) -> int | None:
+    """Tokens that a cache of fixed size holds."""
+    layers = [] if cache is None else [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+    return min((layer.get_max_length() for layer in layers), default=None)
+
+
+def _learned_positions(target: PreTrainedModel) -> int | None:
+    """Positions in a target's table of them, if it has one. Rotary embeddings know no last position."""
+    if any("Rotary" in type(module).__name__ for module in target.modules()):
+        return None
+    return getattr(target.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _mask_and_positions(

@@ -5,7 +5,14 @@ import itertools
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_dspark import DSparkGenerationConfig
@@ -70,6 +77,38 @@ def test_custom_criterion(lab, prompt, at, do_sample):
     )
     assert_same(plain, ours)
     assert criteria[0].asked == criteria[1].asked
+
+
+class EndsAt(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([input_ids.shape[1] >= self.length])
+
+
+@pytest.mark.parametrize("room", range(13, 19))
+@pytest.mark.parametrize("kind", ["cache", "positions"])
+def test_criterion_that_ends_where_the_room_ends(lab, prompt, room, kind):
+    """Drafts do not run over the end of a static cache, or of a table of positions, where plain decoding does not."""
+    if kind == "cache":
+        target, extra = lab.target(), lambda: {"cache": StaticCache(config=target.config, max_cache_len=room)}
+    else:
+        torch.manual_seed(0)
+        shape = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": room, "initializer_range": 0.3}
+        target, extra = (
+            GPT2LMHeadModel(GPT2Config(vocab_size=64, eos_token_id=None, pad_token_id=0, **shape)).eval(),
+            dict,
+        )
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    options["stopping_criteria"] = StoppingCriteriaList([EndsAt(room + 1)])
+    plain = target.generate(prompt, **options, **extra())
+    assert plain.sequences.shape[1] == room + 1
+    for wrong in ([None], None):
+        drafter = lab.scripted(plain.sequences, wrong)
+        ours = target.generate(prompt, assistant_model=drafter, **options, **extra())
+        assert torch.equal(ours.sequences, plain.sequences)
+    assert sum(ours.dspark.accepted_lengths[0]) == room - 7
 
 
 def test_criterion_that_reads_scores(lab, prompt):
