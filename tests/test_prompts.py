@@ -161,12 +161,12 @@ def test_the_wording_of_a_task_is_no_contamination(tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["prompts", "--out", "{tmp}/p.jsonl", "--count", "0"], "at least 1"),
+        (["prompts", "--out", "{tmp}/p.jsonl", "--count", "0"], "--count: '0'"),
         (["prompts", "--out", "{tmp}/p.jsonl", "--count", "5", "--exclude", "{tmp}/x"], "no \\*.jsonl"),
         (["answers", "--target", "x", "--prompts", "{tmp}/none.jsonl", "--out", "{tmp}/a"], "No such file"),
         (["answers", "--target", "x", "--prompts", "{tmp}/bad.jsonl", "--out", "{tmp}/a"], "line 1"),
         (["answers", "--target", "x", "--prompts", "{tmp}/p", "--out", "{tmp}/a", "--device", "gpu"], "--device gpu"),
-        (["answers", "--target", "x", "--prompts", "{tmp}/p", "--out", "{tmp}/a", "--slots", "0"], "slots is 0"),
+        (["answers", "--target", "x", "--prompts", "{tmp}/p", "--out", "{tmp}/a", "--slots", "0"], "--slots: '0'"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, words, problem):
@@ -179,7 +179,20 @@ def test_bad_input_is_one_line(tmp_path, capsys, words, problem):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"turns": 3}', '{"turns": "abc"}', '{"turns": []}', '{"turns": ["a", 3]}', "[]", "{", "3", ""]
+    "line",
+    [
+        '{"turns": 3}',
+        '{"turns": "abc"}',
+        '{"turns": []}',
+        '{"turns": ["a", 3]}',
+        "[]",
+        "{",
+        "3",
+        "",
+        '{"turns": ["\\ud800"]}',
+        '{"turns": ' + "[" * 100_000,
+    ],
+    ids=lambda line: line[:20],
 )
 def test_lines_that_are_no_prompt_are_named(tmp_path, line):
     file = tmp_path / "some.jsonl"
@@ -198,9 +211,11 @@ def test_files_without_prompts(tmp_path):
     file.write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match=r"some\.jsonl"):
         read_prompts(file)
-    (tmp_path / "some.jsonl.gz").write_bytes(b"not compressed")
-    with pytest.raises(ValueError, match=r"some\.jsonl\.gz"):
-        read_prompts(tmp_path / "some.jsonl.gz")
+    whole = gzip.compress(b'{"turns": ["a"]}\n' * 50)
+    for damaged in (b"not compressed", whole[:-20], whole[:20] + b"\0garbage" * 5):
+        (tmp_path / "some.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"some\.jsonl\.gz"):
+            read_prompts(tmp_path / "some.jsonl.gz")
 
 
 @pytest.mark.parametrize("limit", [0, -1])

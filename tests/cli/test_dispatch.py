@@ -72,6 +72,35 @@ def test_bad_words_are_one_line(with_command, capsys, words, parts) -> None:
     assert all(part in err for part in parts)
 
 
+EVAL, TRAIN = ["eval", "x.jsonl"], ["train", "--target", "t", "--answers", "a", "--out", "o"]
+ANSWERS = ["data", "answers", "--target", "t", "--prompts", "p", "--out", "o"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        *((["demo"], "--prompt", text) for text in ("", "\ud800", "a\udcff")),
+        *((command, "--temperature", t) for command in (["demo"], EVAL) for t in ("nan", "-1", "inf", "1e-320", "x")),
+        *((["demo"], "--confidence-threshold", c) for c in ("nan", "-0.1", "2", "x")),
+        *((["demo"], "--max-new-tokens", n) for n in ("0", "-1", "2.5", "1" * 30, "1" * 9000)),
+        *((command, "--target", "") for command in (["demo"], EVAL, TRAIN, ANSWERS)),
+        (["demo"], "--drafter", ""),
+        *((command, "--seed", n) for command in (EVAL, TRAIN, ANSWERS) for n in ("-1", str(10**30), "x")),
+        *((TRAIN, option, x) for option in ("--epochs", "--learning-rate") for x in ("inf", "nan", "0", "-1")),
+        *((command, "--max-seconds", x) for command in (TRAIN, ANSWERS) for x in ("inf", "nan", "-1")),
+        (ANSWERS, "--slots", "0"),
+        (EVAL, "--limit", "0"),
+    ],
+)
+def test_values_that_no_option_takes(capsys, command, option, value) -> None:
+    """Before anything is loaded, one line names the option and what it takes."""
+    assert cli.main([*command, f"{option}={value}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"argument {option}: " in error
+    assert "is not possible: give " in error
+
+
 def test_faults_of_ours_keep_their_traceback(with_command) -> None:
     with_command(raiser(KeyError("lost")))
     with pytest.raises(KeyError):

@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -44,6 +44,36 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def _checked(convert: Callable[[str], Any], allowed: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
+    def parse(word: str) -> Any:
+        try:
+            value = convert(word)
+        except ValueError:
+            value = None
+        if value is None or not allowed(value):
+            raise argparse.ArgumentTypeError(f"{word!r} is not possible: give {wanted}")
+        return value
+
+    return parse
+
+
+def _is_text(word: str) -> bool:
+    """Whether a word has letters, all of them whole: what is no UTF-8 reaches Python as lone surrogates."""
+    return bool(word) and not any("\ud800" <= letter <= "\udfff" for letter in word)
+
+
+# Types of options. What a value must be whatever the other options are is said here, once.
+positive_int = _checked(int, lambda value: 1 <= value < 2**31, "a whole number from 1 on")
+positive_float = _checked(float, lambda value: 0 < value < float("inf"), "a finite number above 0")
+seed = _checked(int, lambda value: 0 <= value < 2**62, "a whole number from 0 on, below 2**62")
+share = _checked(float, lambda value: 0 <= value <= 1, "a number in 0..1")
+valid_temperature = _checked(
+    float, lambda value: value == 0 or 1e-5 <= value < float("inf"), "0 for greedy, or 1e-5 and above to sample"
+)
+path_or_id = _checked(str, bool, "a folder or a hub id")
+valid_text = _checked(str, _is_text, "text in UTF-8, one character or more")
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import UsageError, add_json_option, device_of, write_json
+from . import UsageError, add_json_option, device_of, path_or_id, positive_float, positive_int, seed, write_json
 
 
 if TYPE_CHECKING:
@@ -25,8 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     prompts = steps.add_parser("prompts", help="build a file of prompts from local permissive sources and templates")
     prompts.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines; compressed if .gz")
-    prompts.add_argument("--count", type=int, default=140_000, metavar="N", help="prompts to aim at (%(default)s)")
-    prompts.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same file")
+    prompts.add_argument(
+        "--count", type=positive_int, default=140_000, metavar="N", help="prompts to aim at (%(default)s)"
+    )
+    prompts.add_argument("--seed", type=seed, default=0, metavar="N", help="the same seed gives the same file")
     prompts.add_argument(
         "--sources",
         type=Path,
@@ -39,16 +41,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_option(prompts)
 
     answers = steps.add_parser("answers", help="let the target answer a file of prompts")
-    answers.add_argument("--target", required=True, metavar="PATH", help="the target: a folder or a hub id")
+    answers.add_argument(
+        "--target", type=path_or_id, required=True, metavar="PATH", help="the target: a folder or a hub id"
+    )
     answers.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="made by `dspark data prompts`")
     answers.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="answer shards; continued if it exists"
     )
-    answers.add_argument("--slots", type=int, default=2048, metavar="N", help="answers decoded together (%(default)s)")
-    answers.add_argument("--capacity", type=int, default=704, metavar="N", help="tokens a slot holds (%(default)s)")
-    answers.add_argument("--max-seconds", type=float, metavar="S", help="stop after S seconds, keeping what there is")
-    answers.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
-    answers.add_argument("--seed", type=int, default=0, metavar="N", help="chooses temperatures and draws")
+    answers.add_argument(
+        "--slots", type=positive_int, default=2048, metavar="N", help="answers decoded together (%(default)s)"
+    )
+    answers.add_argument(
+        "--capacity", type=positive_int, default=704, metavar="N", help="tokens a slot holds (%(default)s)"
+    )
+    answers.add_argument(
+        "--max-seconds", type=positive_float, metavar="S", help="stop after S seconds, keeping what there is"
+    )
+    answers.add_argument("--limit", type=positive_int, metavar="N", help="use only the first N prompts")
+    answers.add_argument("--seed", type=seed, default=0, metavar="N", help="chooses temperatures and draws")
     answers.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: cuda if there is one)")
     add_json_option(answers)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from . import UsageError, add_json_option, device_of, write_json
-from .pair import add_pair_options, check_temperature
+from . import add_json_option, device_of, positive_int, share, valid_temperature, valid_text, write_json
+from .pair import add_pair_options
 
 
 HELP = "generate with a real target alone and with its drafter: same text, accepted length, tokens per second"
@@ -13,13 +13,19 @@ HELP = "generate with a real target alone and with its drafter: same text, accep
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="your own prompt; may be given several times"
+        "--prompt",
+        type=valid_text,
+        action="append",
+        metavar="TEXT",
+        help="your own prompt; may be given several times",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, where the texts can be compared")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=160, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=valid_temperature, default=0.0, help="0 is greedy, where the texts can be compared"
+    )
     parser.add_argument(
         "--confidence-threshold",
-        type=float,
+        type=share,
         metavar="C",
         help="end a block before a token of lower confidence, 0..1; 0 never cuts (default: what suits one row)",
     )
@@ -28,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens {args.max_new_tokens} is too few: give 1 or more.")
-    check_temperature(args.temperature)
     device = device_of(args.device)
     from rich.console import Console
     from rich.progress import track

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import UsageError, add_json_option, device_of, write_json
-from .pair import add_pair_options, check_temperature
+from . import UsageError, add_json_option, device_of, positive_int, seed, valid_temperature, write_json
+from .pair import add_pair_options
 
 
 HELP = "measure a drafter's accepted length on files of prompts"
@@ -14,14 +14,19 @@ HELP = "measure a drafter's accepted length on files of prompts"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", type=Path, nargs="+", metavar="FILE", help='JSON lines of {"turns": ["..."]}')
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N conversations of each file")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N conversations of each file")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="of each answer (default: %(default)s)"
+        "--max-new-tokens", type=positive_int, default=256, metavar="N", help="of each answer (default: %(default)s)"
     )
     parser.add_argument(
-        "--temperature", type=float, nargs="+", default=[0.0], metavar="T", help="0 is greedy; several may be given"
+        "--temperature",
+        type=valid_temperature,
+        nargs="+",
+        default=[0.0],
+        metavar="T",
+        help="0 is greedy; several may be given",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws at temperatures above 0")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the draws at temperatures above 0")
     add_pair_options(parser)
     add_json_option(parser)
 
@@ -29,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 2:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens} leaves no round to measure: give 2 or more.")
-    for temperature in args.temperature:
-        check_temperature(temperature)
     device = device_of(args.device)
     from rich.console import Console
     from rich.progress import Progress

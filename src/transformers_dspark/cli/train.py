@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import add_json_option, device_of, write_json
+from . import add_json_option, device_of, path_or_id, positive_float, positive_int, seed, write_json
 
 
 HELP = "train a drafter on answers that the target wrote (see `dspark data answers`)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="folder or hub id of the target model")
+    parser.add_argument("--target", type=path_or_id, required=True, help="folder or hub id of the target model")
     parser.add_argument("--answers", required=True, type=Path, nargs="+", metavar="DIR", help="folders of answers")
     parser.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="receives the drafter; run again to resume"
     )
     shape = parser.add_argument_group("shape of the drafter")
-    shape.add_argument("--num-layers", type=int, default=5, help="backbone layers (default: %(default)s)")
-    shape.add_argument("--block-size", type=int, default=7, help="tokens drafted at once (default: %(default)s)")
+    shape.add_argument("--num-layers", type=positive_int, default=5, help="backbone layers (default: %(default)s)")
+    shape.add_argument(
+        "--block-size", type=positive_int, default=7, help="tokens drafted at once (default: %(default)s)"
+    )
     shape.add_argument(
         "--taps", type=int, nargs="+", help="target layers that are read, from 0 (default: five, spread)"
     )
@@ -27,20 +29,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--markov-rank", type=int, default=256, help="rank of the sequential head (default: %(default)s)"
     )
     shape.add_argument("--markov-head", choices=("vanilla", "gated", "rnn"), default="vanilla")
-    shape.add_argument("--draft-vocab-size", type=int, help="propose only the most frequent tokens (default: all)")
+    shape.add_argument(
+        "--draft-vocab-size", type=positive_int, help="propose only the most frequent tokens (default: all)"
+    )
     shape.add_argument(
         "--mask-token-id", type=int, help="input of the block behind its anchor (default: padding token)"
     )
     budget = parser.add_argument_group("budget and optimiser")
-    budget.add_argument("--epochs", type=float, default=10.0, help="passes over the answers (default: %(default)s)")
-    budget.add_argument("--max-seconds", type=float, help="stop after this much training time, cooled down")
-    budget.add_argument("--tokens-per-batch", type=int, default=32768, help="(default: %(default)s)")
-    budget.add_argument("--anchors", type=int, default=64, help="blocks a sequence and step (default: %(default)s)")
-    budget.add_argument("--max-length", type=int, default=1024, help="longer answers are cut (default: %(default)s)")
-    budget.add_argument("--learning-rate", type=float, default=6e-4, help="peak (default: %(default)s)")
+    budget.add_argument(
+        "--epochs", type=positive_float, default=10.0, help="passes over the answers (default: %(default)s)"
+    )
+    budget.add_argument("--max-seconds", type=positive_float, help="stop after this much training time, cooled down")
+    budget.add_argument("--tokens-per-batch", type=positive_int, default=32768, help="(default: %(default)s)")
+    budget.add_argument(
+        "--anchors", type=positive_int, default=64, help="blocks a sequence and step (default: %(default)s)"
+    )
+    budget.add_argument(
+        "--max-length", type=positive_int, default=1024, help="longer answers are cut (default: %(default)s)"
+    )
+    budget.add_argument("--learning-rate", type=positive_float, default=6e-4, help="peak (default: %(default)s)")
     budget.add_argument("--held-out", type=int, default=256, help="greedy answers kept aside (default: %(default)s)")
-    budget.add_argument("--evaluations", type=int, default=5, help="accepted-length figures over the run")
-    budget.add_argument("--seed", type=int, default=0)
+    budget.add_argument("--evaluations", type=positive_int, default=5, help="accepted-length figures over the run")
+    budget.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--device", help="cuda, cuda:1, cpu (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the target (default: bfloat16 on cuda)")
     add_json_option(parser)

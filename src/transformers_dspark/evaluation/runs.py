@@ -46,9 +46,19 @@ class Pair:
         return CONFIDENCE_THRESHOLD if self.drafter.config.enable_confidence_head else 0.0
 
     def prompt_ids(self, messages: Sequence[dict[str, str]]) -> torch.Tensor:
-        """`(1, length)` ids of a conversation, ready for the assistant's answer."""
+        """
+        `(1, length)` ids of a conversation, ready for the assistant's answer.
+
+        Raises:
+            ValueError: they leave no room for an answer in the target's context.
+        """
         text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        context = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        if context is not None and ids.shape[1] >= context:
+            raise ValueError(
+                f"A prompt has {ids.shape[1]} tokens, the target's context {context}, answer included: shorten it."
+            )
         return ids.to(self.target.device)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -78,6 +79,9 @@ class TrainArguments:
         positive = ("epochs", "max_seconds", "tokens_per_batch", "anchors", "learning_rate", "clip", "evaluations")
         given = {name: getattr(self, name) for name in positive if getattr(self, name) is not None}
         wrong = [f"{name}={value} must be more than 0" for name, value in given.items() if not value > 0]
+        wrong += [f"{name}={value} must be finite" for name, value in given.items() if value == math.inf]
+        if not 0 <= self.seed < 2**63:
+            wrong.append(f"seed={self.seed} must lie in 0..2**63-1")
         if self.max_length < 2:
             wrong.append(f"max_length={self.max_length} must be at least 2")
         if self.held_out < 0:

@@ -13,6 +13,7 @@ import gzip
 import json
 import random
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -196,7 +197,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[list[str]]:
     try:
         with opener(path, "rt", encoding="utf-8") as lines:
             prompts = [_turns(line, path, number) for number, line in enumerate(islice(lines, limit), 1)]
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+    except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{path} is no text in UTF-8, or damaged ({error}).") from error
     if not prompts:
         raise ValueError(f"{path} holds no prompt; `dspark data prompts` makes such a file.")
@@ -206,7 +207,8 @@ def read_prompts(path: Path, limit: int | None = None) -> list[list[str]]:
 def _turns(line: str, path: Path, number: int) -> list[str]:
     try:
         turns = json.loads(line)["turns"]
-    except (ValueError, TypeError, KeyError):
+        "".join(turns).encode()  # an escape such as \ud800 stands for half a character, which is no text
+    except (ValueError, TypeError, KeyError, RecursionError):
         turns = None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise ValueError(
