@@ -116,7 +116,14 @@ class DSparkRotaryEmbedding(nn.Module):
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         self.rope_type = (config.rope_parameters or {})["rope_type"]
         kinds = ROPE_INIT_FUNCTIONS | {"default": self.compute_default_rope_parameters}
-        frequencies, self.attention_scaling = kinds[self.rope_type](config)
+        if self.rope_type not in kinds:
+            raise ValueError(f"DSparkConfig: rope_type={self.rope_type!r} must be one of {sorted(kinds)}.")
+        try:
+            frequencies, self.attention_scaling = kinds[self.rope_type](config)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"DSparkConfig: rope_parameters={config.rope_parameters} do not fit their rope_type ({error!r})."
+            ) from error
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.register_buffer("original_inv_freq", frequencies.clone(), persistent=False)
 
@@ -148,6 +155,8 @@ class DSparkMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        if config.hidden_act not in ACT2FN:
+            raise ValueError(f"DSparkConfig: hidden_act={config.hidden_act!r} must be one of {sorted(ACT2FN)}.")
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Configuration of a DSpark drafter: what a checkpoint says about itself, nothing about machines or target weights."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -11,6 +12,60 @@ SIZES = (
     "vocab_size", "draft_vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "block_size", "target_hidden_size",
 )  # fmt: skip
+
+# What a field may hold, in the configuration of any family; `None` stands for a default and a bool is no number.
+TYPES: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
+    "a whole number": (
+        (int,),
+        (
+            *SIZES, "max_position_embeddings", "mask_token_id", "num_target_layers", "markov_rank", "pad_token_id",
+            "bos_token_id", "global_head_dim", "num_global_key_value_heads", "original_max_position_embeddings",
+        ),
+    ),
+    "a whole number or a list of them": ((int, list), ("eos_token_id",)),
+    "a number": (
+        (int, float),
+        (
+            "rms_norm_eps", "final_logit_softcapping", "embedding_scale", "initializer_range", "rope_theta", "factor",
+            "partial_rotary_factor",
+        ),
+    ),
+    "true or false": (
+        (bool,),
+        (
+            "attention_k_eq_v", "attention_bias", "sample_from_anchor", "enable_confidence_head",
+            "confidence_head_with_markov", "own_embeddings", "tie_word_embeddings",
+        ),
+    ),
+    "a name": (
+        (str,),
+        (
+            "backbone_type", "hidden_act", "hidden_activation", "layout_source", "markov_head_type", "rope_type",
+            "type",
+        ),
+    ),
+    "a list": ((list, tuple), ("target_layer_ids", "confidence_temperatures", "layer_types", "architectures")),
+    "an object of fields": (
+        (dict,),
+        (
+            "rope_parameters", "rope_scaling", "full_attention", "text_config", "per_layer_config", "dspark_config",
+            "dflash_config", "speculators_config",
+        ),
+    ),
+}  # fmt: skip
+
+
+def mistyped(fields: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the types of a configuration's fields, in words; rotary parameters are fields as well."""
+    wrong = [
+        f"{name}={fields[name]!r} must be {words}"
+        for words, (types, names) in TYPES.items()
+        for name in names
+        if fields.get(name) is not None
+        and (not isinstance(fields[name], types) or (isinstance(fields[name], bool) and bool not in types))
+    ]
+    inner = [fields.get(name) for name in ("rope_parameters", "rope_scaling", "full_attention")]
+    return wrong + [problem for part in inner if isinstance(part, dict) for problem in mistyped(part)]
 
 
 class DSparkConfig(PreTrainedConfig):
@@ -94,6 +149,7 @@ class DSparkConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_types(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -104,19 +160,35 @@ class DSparkConfig(PreTrainedConfig):
             self.target_hidden_size = self.hidden_size
         if self.target_layer_ids is None:
             self.target_layer_ids = [-1]
-        if self.rope_parameters is None:
+        if not self.rope_parameters:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
         self._check()
+
+    def _check_types(self, others: dict[str, Any]) -> None:
+        problems, fields = mistyped(others | vars(self)), {name for _, names in TYPES.values() for name in names}
+        problems += [
+            f"{name}=None must be given"
+            for name in sorted(fields & vars(self).keys())
+            if getattr(self, name) is None and getattr(type(self), name, None) is not None
+        ]
+        dtype = others.get("torch_dtype") if self.dtype is None else self.dtype
+        if dtype is not None:
+            import torch
+
+            if not isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype):
+                problems.append(f"dtype={dtype!r} must be the name of a dtype of PyTorch")
+        if problems:
+            raise ValueError(f"DSparkConfig: {'; '.join(problems)}.")
 
     def _check(self) -> None:
         problems = [
             f"{name}={getattr(self, name)!r} must be a whole number of at least 1"
             for name in SIZES
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
+            if getattr(self, name) < 1
         ]
         taps = self.target_layer_ids
-        if not taps or not all(isinstance(tap, int) and tap >= -1 for tap in taps) or len(set(taps)) < len(taps):
+        if not taps or not all(type(tap) is int and tap >= -1 for tap in taps) or len(set(taps)) < len(taps):
             problems.append(f"target_layer_ids={taps} must name different target layers, from -1 (embedding) up")
         if problems:  # what follows compares these
             raise ValueError(f"DSparkConfig: {'; '.join(problems)}.")
@@ -127,7 +199,7 @@ class DSparkConfig(PreTrainedConfig):
             problems.append(f"head_dim={self.head_dim} must be even for a rotary embedding")
         if self.backbone_type not in BACKBONES:
             problems.append(f"backbone_type={self.backbone_type!r} must be one of {BACKBONES}")
-        if not isinstance(rank, int) or rank < 0:
+        if rank < 0:
             problems.append(f"markov_rank={rank!r} must be 0 (no sequential head) or more")
         elif rank and self.markov_head_type not in MARKOV_HEADS:
             problems.append(f"markov_head_type={self.markov_head_type!r} must be one of {MARKOV_HEADS}")
@@ -138,7 +210,10 @@ class DSparkConfig(PreTrainedConfig):
         if self.draft_vocab_size > self.vocab_size:
             problems.append(f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}")
         temperatures = self.confidence_temperatures
-        if temperatures is not None and (len(temperatures) != self.block_size or min(temperatures) <= 0):
+        if temperatures is not None and (
+            len(temperatures) != self.block_size
+            or not all(isinstance(t, (int, float)) and t > 0 for t in temperatures)
+        ):
             problems.append(f"confidence_temperatures={temperatures} must hold {self.block_size} positive numbers")
         if problems:
             raise ValueError(f"DSparkConfig: {'; '.join(problems)}.")
@@ -154,4 +229,4 @@ class DSparkConfig(PreTrainedConfig):
         return self.draft_vocab_size < self.vocab_size
 
 
-__all__ = ["DSparkConfig"]
+__all__ = ["DSparkConfig", "mistyped"]

@@ -213,3 +213,93 @@ def test_recognised_by_content_not_by_the_folders_name(reference, tmp_path):
     assert drafter.config.layout_source == "family (DeepSpec is anchor first)"
     assert drafter.markov_head is None
     assert drafter.confidence_head is None
+
+
+# ---- configurations and files that lie
+
+
+LIES = {
+    "hidden_size": ["32", True, 2.5],
+    "target_layer_ids": [3, ["1"], [True]],
+    "mask_token_id": ["2", 2.5],
+    "rope_parameters": ["default", {"rope_type": 3, "rope_theta": 1e4}, {"rope_type": "default", "rope_theta": "x"}],
+    "rope_type": [{"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}],
+    "hidden_act": ["foo", 3],
+    "dflash_config": [True],
+    "architectures": [5],
+    "layer_types": [3],
+    "block_size": [True, "4"],
+    "final_logit_softcapping": ["x"],
+    "rms_norm_eps": ["x"],
+    "num_attention_heads": [[2]],
+    "markov_rank": ["4"],
+    "attention_bias": ["yes"],
+}
+CASES = [(field, lie) for field, lies in LIES.items() for lie in lies]
+
+
+@pytest.mark.parametrize(("field", "lie"), CASES, ids=[f"{field}={lie}" for field, lie in CASES])
+@pytest.mark.parametrize("form", ["official", "canonical"])
+def test_fields_that_lie(reference, form, field, lie, tmp_path):
+    if form == "official":
+        reference.save(tmp_path)
+    else:
+        canonical(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | (lie if field == "rope_type" else {field: lie})))
+    expected = "rope_" if field == "rope_parameters" else field
+    with pytest.raises(ValueError, match=expected):
+        DSparkDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "lie"),
+    [
+        ("mask_token_id", None),
+        ("rms_norm_eps", None),
+        ("dtype", "float7"),
+        ("confidence_temperatures", 3),
+        ("confidence_temperatures", ["x"] * 7),
+        ("rope_parameters", {"rope_type": "yarn"}),
+    ],
+)
+def test_fields_of_the_canonical_form_that_lie(field, lie, tmp_path):
+    canonical(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {field: lie}))
+    with pytest.raises(ValueError, match=f"{field}="):
+        DSparkDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["null", "3", '"x"', "[]", "[1]"])
+def test_configuration_that_is_no_object(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json of .* must hold an object"):
+        DSparkDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"weight_map": []}', '{"weight_map": {"fc.weight": 3}}', "3", "{}", "x"])
+@pytest.mark.parametrize("form", ["official", "canonical"])
+def test_index_that_is_none(reference, form, text, tmp_path):
+    if form == "official":
+        reference.save(tmp_path)
+    else:
+        canonical(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index\.json is damaged or incomplete"):
+        DSparkDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "markov_head.markov_w1.weight", "confidence_head.proj.weight"])
+def test_matrices_with_one_dimension(reference, name, tmp_path):
+    path = reference.save(tmp_path / "d", tensors=reference.tensors() | {name: torch.ones(64)})
+    with pytest.raises(ValueError, match=rf"{name} has shape \(64,\), but must have two"):
+        DSparkDrafter.from_pretrained(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_weights_that_are_quantized_in_secret(reference, dtype, tmp_path):
+    tensors = reference.tensors()
+    tensors["fc.weight"] = tensors["fc.weight"].to(dtype)
+    with pytest.raises(ValueError, match=rf"fc\.weight holds {dtype}"):
+        DSparkDrafter.from_pretrained(reference.save(tmp_path / "d", tensors=tensors))

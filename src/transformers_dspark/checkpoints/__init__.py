@@ -7,12 +7,15 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..configuration_dspark import mistyped
 from . import deepspec
-from .files import OpenedCheckpoint, local_folder, read_tensors
+from .files import OpenedCheckpoint, local_folder, read_tensors, shard_names
 from .unsupported import family_of
 
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+# fields that tell the families apart or hold the others
+RECOGNISED_BY = ("architectures", "text_config", "dspark_config", "dflash_config", "speculators_config")
 
 
 def open_checkpoint(
@@ -29,10 +32,19 @@ def open_checkpoint(
         NotImplementedError: a known family, or an option of one, that cannot run yet.
     """
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-    raw, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    except (AttributeError, KeyError, TypeError):
+        raw = None
+    if not isinstance(raw, dict):
+        raise ValueError(f"The config.json of {path} must hold an object of fields; fetch it again.")
     if not raw:  # what Transformers makes of a folder without the file
         raise FileNotFoundError(f"{path} holds no config.json; a drafter needs its configuration.")
+    if problems := mistyped({name: raw.get(name) for name in RECOGNISED_BY}):
+        raise ValueError(f"The configuration of {path} cannot be read: {'; '.join(problems)}.")
     if raw.get("model_type") == "dspark":
+        if os.path.isdir(path):
+            shard_names(local_folder(path, **hub))
         return None
     if deepspec.recognises(raw):
         return deepspec.convert(raw, read_tensors(local_folder(path, **hub)), own_embeddings=own_embeddings)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_dspark import DSparkConfig, mistyped
 from .files import OpenedCheckpoint
 from .unsupported import family_of
 
@@ -56,12 +56,15 @@ def convert(raw: dict[str, Any], tensors: dict[str, torch.Tensor], *, own_embedd
         NotImplementedError: an option that cannot run yet.
     """
     raw = (raw.get("text_config") or {}) | (raw.get("dspark_config") or {}) | raw
+    if problems := mistyped(raw):
+        raise ValueError(f"The configuration of this DeepSpec checkpoint cannot be read: {'; '.join(problems)}.")
     _refuse_what_cannot_run(raw)
     gemma4 = "Gemma4DSparkModel" in raw["architectures"]
     required = (*_REQUIRED, "head_dim", "rope_parameters") if gemma4 else _REQUIRED
     if missing := [name for name in required if raw.get(name) is None]:
         raise ValueError(f"The configuration of this DeepSpec checkpoint lacks {', '.join(missing)}.")
     tensors = _canonical_names(tensors)
+    _check_kinds(tensors)
     tied = bool(raw.get("tie_word_embeddings")) and _same_embeddings(tensors)
     if not own_embeddings:
         dropped: tuple[str, ...] = _EMBEDDINGS
@@ -99,6 +102,21 @@ def _canonical_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
             raise ValueError(f"The checkpoint holds {short} twice, once as {name}; save it once.")
         named[short] = tensor
     return named
+
+
+def _check_kinds(tensors: dict[str, torch.Tensor]) -> None:
+    wrong = [
+        f"{name} holds {tensor.dtype}, but weights must be floating point of 16 bits or more"
+        for name, tensor in tensors.items()
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2
+    ]
+    wrong += [
+        f"{name} has shape {tuple(tensors[name].shape)}, but must have two dimensions"
+        for name in ("fc.weight", "markov_head.markov_w1.weight", "confidence_head.proj.weight")
+        if name in tensors and tensors[name].dim() != 2
+    ]
+    if wrong:
+        raise ValueError(f"Tensors do not match the configuration: {'; '.join(wrong)}.")
 
 
 def _refuse_what_cannot_run(raw: dict[str, Any]) -> None:

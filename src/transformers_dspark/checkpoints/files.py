@@ -33,6 +33,25 @@ def local_folder(path: str | os.PathLike[str], subfolder: str = "", **hub: Any) 
     return root / subfolder
 
 
+def shard_names(folder: Path) -> list[str]:
+    """
+    The safetensors files that a folder's index names, or the one of a folder without an index.
+
+    Raises:
+        ValueError: the index is damaged.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return ["model.safetensors"]
+    try:
+        names = json.loads(index.read_text())["weight_map"].values()
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            raise TypeError(f"weight_map names {wrong[0]!r}, which is no file")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is damaged or incomplete ({error!r}); fetch it again.") from error
+    return sorted(set(names))
+
+
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """
     All tensors of a folder's safetensors file, or of the shards that its index names.
@@ -41,15 +60,8 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         FileNotFoundError: no safetensors weights.
         ValueError: a file is damaged.
     """
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    try:
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{index} is damaged or incomplete ({error!r}); fetch it again.") from error
     tensors: dict[str, torch.Tensor] = {}
-    for name in names:
+    for name in shard_names(folder):
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder} holds no {name}; a drafter needs its weights as safetensors.")
         try:
@@ -59,4 +71,4 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-__all__ = ["OpenedCheckpoint", "local_folder", "read_tensors"]
+__all__ = ["OpenedCheckpoint", "local_folder", "read_tensors", "shard_names"]

@@ -10,7 +10,7 @@ def family_of(raw: dict[str, Any]) -> str | None:
     architectures = raw.get("architectures") or ()
     nested = raw.get("dflash_config") or {}
     if "speculators_model_type" in raw or "speculators_config" in raw:
-        algorithm = raw.get("speculators_model_type") or raw["speculators_config"].get("algorithm")
+        algorithm = raw.get("speculators_model_type") or (raw.get("speculators_config") or {}).get("algorithm")
         return f"speculators ({algorithm})"
     if "dspark_block_size" in raw:
         return "DSpark embedded in a DeepSeek-V4 target"
