@@ -55,12 +55,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, keep_all=bool(wants_all))
         self.model_kwargs_overrides = self.taps.forward_kwargs
         self.noise = Noise(self.options.seed)
+        self._eos_ids = eos_ids(generation_config)
         if not isinstance(logits_processor, SpeculativeProcessors):
-            logits_processor = SpeculativeProcessors([] if logits_processor is None else logits_processor)
+            listed = [] if logits_processor is None else logits_processor
+            logits_processor = SpeculativeProcessors(listed, self._eos_ids)
         self.processors = logits_processor
         self._do_sample = bool(generation_config.do_sample)
         self._max_length = generation_config.max_length
-        self._eos_ids = eos_ids(generation_config)
         self._context = drafter.new_context()
         self._prefilled = False
         self._cached_before = 0
@@ -167,6 +168,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         device = input_ids.device
         processors = self.processors.for_drafting()
         uniforms = self.noise(width, 1, device=device) if self._do_sample else None
+        threshold = self.options.confidence_threshold
         drawable: list[torch.Tensor] = []
 
         def select(k: int, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +183,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return torch.where(some, chosen, 0), scores
 
         def keep_going(k: int, confidence: torch.Tensor | None, tokens: torch.Tensor) -> bool:
-            return confidence is None or bool((confidence >= self.options.confidence_threshold).all())
+            if k and self.processors.users_own and (not drawable[-1] or int(tokens[0, -1]) in self._eos_ids):
+                return False  # a user's grammar need not know how to go on from here
+            return confidence is None or threshold <= 0 or bool((confidence >= threshold).all())
 
         proposal = self.drafter.propose(
             input_ids[:, -1],
@@ -189,7 +193,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self._context,
             width=width,
             select=select,
-            keep_going=keep_going if self.options.confidence_threshold > 0 else None,
+            keep_going=keep_going if threshold > 0 or self.processors.users_own else None,
         )
         length = self._usable(proposal.tokens, drawable)
         return proposal.tokens[:, :length].to(device), proposal.logits[:, :length]

@@ -9,6 +9,8 @@ classifier-free guidance) must not notice.
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,9 +23,13 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# the processors of Transformers that remember earlier calls; all others there are functions of their arguments
+# the processors of Transformers that remember earlier calls, and the one that asks a callable of the user; all others
+# there are functions of their arguments
 _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+_ASKS_USER = "PrefixConstrainedLogitsProcessor"
 _LIBRARY = "transformers.generation.logits_process"
+# objects inside a processor; copying more than these in each round would cost more than a draft saves
+_MOST_PARTS = 10_000
 
 
 class SpeculativeProcessors(LogitsProcessorList):
@@ -33,33 +39,54 @@ class SpeculativeProcessors(LogitsProcessorList):
     The first position of a round is always committed, so the processors themselves run there. Later positions run on
     copies, and [`~SpeculativeProcessors.commit`] replays those that were committed. So each processor is called
     exactly as in plain decoding: once for each committed position, in order.
+
+    What counts as a function of its arguments, and is not copied: the processors of Transformers without a memory, and
+    plain functions without closure, defaults and attributes, also as `prefix_allowed_tokens_fn`; the globals that
+    these read are taken not to change. So the trie of a `prefix_allowed_tokens_fn` is best read as a global. Any other
+    object, method or closure is copied with all it holds, but for models and tokenizers. If that cannot be done,
+    nothing is drafted.
+
+    Args:
+        processors (`Iterable[LogitsProcessor]`): Those of the call.
+        eos_ids (`set[int]`): Tokens that end the text. A user's processor is not asked behind one.
     """
 
-    def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
+    def __init__(
+        self, processors: Iterable[LogitsProcessor], eos_ids: frozenset[int] | set[int] = frozenset()
+    ) -> None:
         super().__init__(processors)
-        self._stateful = {index for index, processor in enumerate(self) if not _is_stateless(processor)}
+        self._stateful = [index for index, processor in enumerate(self) if not _is_stateless(processor)]
+        self._eos_ids = eos_ids
+        self.users_own = any(map(_is_users_own, self))
         self._copies: LogitsProcessorList | None = None
         self._speculative: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._round_open = False
+        self._committed: int | None = None
         self.can_speculate = self._can_copy()
 
     def _can_copy(self) -> bool:
         for index in self._stateful:
+            inside, name = _inside(self[index]), type(_inside(self[index])).__name__
             try:
-                _copied(self[index])
+                if len(list(itertools.islice(_parts(inside, set()), _MOST_PARTS + 1))) > _MOST_PARTS:
+                    raise ValueError(f"it holds more than {_MOST_PARTS} objects")
+                _copied(inside)
             except Exception as error:  # whatever a user's class raises when it is copied
                 logger.warning_once(
-                    f"{type(self[index]).__name__} keeps state and cannot be copied ({error}), so nothing is drafted "
-                    "in this call. A `__deepcopy__` method would allow it."
+                    f"{name} keeps state and cannot be copied ({error}), so nothing is drafted in this call. A "
+                    "`__deepcopy__` method, or a plain function that reads unchanging globals, would allow it."
                 )
                 return False
         return True
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if not self._stateful:
+        if not self._stateful and not self.users_own:
             return super().__call__(input_ids, scores, **kwargs)
-        if not self._round_open:
-            self._round_open = True
+        if self._committed is None:
+            self._committed = input_ids.shape[1]
+            return super().__call__(input_ids, scores, **kwargs)
+        if self.users_own and not self._eos_ids.isdisjoint(input_ids[0, self._committed :].tolist()):
+            return scores  # the text ends before this position
+        if not self._stateful:
             return super().__call__(input_ids, scores, **kwargs)
         if self._copies is None:
             self._copies = self._copied_list()
@@ -71,7 +98,7 @@ class SpeculativeProcessors(LogitsProcessorList):
         for input_ids, scores in self._speculative:
             if input_ids.shape[1] < length:
                 super().__call__(input_ids, scores)
-        self._copies, self._speculative, self._round_open = None, [], False
+        self._copies, self._speculative, self._committed = None, [], None
 
     def for_drafting(self) -> LogitsProcessorList:
         """
@@ -81,10 +108,12 @@ class SpeculativeProcessors(LogitsProcessorList):
         return self._copied_list(without_models=True) if self._stateful else LogitsProcessorList(self)
 
     def _copied_list(self, without_models: bool = False) -> LogitsProcessorList:
+        # copied together: two of them may share an object
+        copies = dict(zip(self._stateful, _copied([self[index] for index in self._stateful]), strict=True))
         return LogitsProcessorList(
-            _copied(processor) if index in self._stateful else processor
+            copies.get(index, processor)
             for index, processor in enumerate(self)
-            if not (without_models and index in self._stateful and _holds_model(processor))
+            if not (without_models and index in copies and _holds_model(processor))
         )
 
 
@@ -125,19 +154,59 @@ class SpeculativeStopping(StoppingCriteriaList):
         return super().__call__(input_ids, scores, **kwargs)
 
 
+def _inside(processor: Any) -> Any:
+    """What may keep state: the processor, or the user's callable that it asks."""
+    asks = type(processor).__module__ == _LIBRARY and type(processor).__name__ == _ASKS_USER
+    return next(iter(inner for inner in vars(processor).values() if callable(inner))) if asks else processor
+
+
+def _is_users_own(processor: Any) -> bool:
+    return type(processor).__module__ != _LIBRARY or type(processor).__name__ == _ASKS_USER
+
+
 def _is_stateless(processor: Any) -> bool:
-    return type(processor).__module__ == _LIBRARY and type(processor).__name__ not in _STATEFUL
+    inside = _inside(processor)
+    if isinstance(inside, types.FunctionType):
+        return not _can_remember(inside)
+    return type(inside).__module__ == _LIBRARY and type(inside).__name__ not in _STATEFUL
 
 
-def _copied(processor: Any) -> Any:
+def _can_remember(function: types.FunctionType) -> bool:
+    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function))
+
+
+def _copied(value: Any) -> Any:
     """A copy with state of its own. Models and tokenizers are shared: they are large, and nothing decoding changes."""
-    shared: dict[int, Any] = {}
-    for part in _parts(processor, set()):
+    memo: dict[int, Any] = {}
+    functions: list[tuple[types.FunctionType, types.FunctionType]] = []
+    cells: dict[int, tuple[types.CellType, types.CellType]] = {}
+    for part in _parts(value, set()):
         if isinstance(part, torch.Generator):
-            shared[id(part)] = part.clone_state()
-        elif isinstance(part, (nn.Module, PreTrainedTokenizerBase)):
-            shared[id(part)] = part
-    return copy.deepcopy(processor, shared)
+            memo[id(part)] = part.clone_state()
+        elif isinstance(part, (nn.Module, PreTrainedTokenizerBase, types.ModuleType)):
+            memo[id(part)] = part
+        elif isinstance(part, types.FunctionType) and _can_remember(part):
+            closure = [cells.setdefault(id(cell), (cell, types.CellType()))[1] for cell in part.__closure__ or ()]
+            twin = types.FunctionType(part.__code__, part.__globals__, part.__name__, None, tuple(closure))
+            memo[id(part)] = twin
+            functions.append((part, twin))
+    for part, twin in functions:
+        if copy.deepcopy(part, memo) is not twin:
+            raise TypeError("this Python copies no functions")
+        twin.__defaults__ = copy.deepcopy(part.__defaults__, memo)
+        twin.__kwdefaults__ = copy.deepcopy(part.__kwdefaults__, memo)
+        vars(twin).update(copy.deepcopy(vars(part), memo))
+    for cell, fresh in cells.values():
+        if _contents(cell):
+            fresh.cell_contents = copy.deepcopy(cell.cell_contents, memo)
+    return copy.deepcopy(value, memo)
+
+
+def _contents(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # not assigned yet
+        return []
 
 
 def _holds_model(processor: Any) -> bool:
@@ -146,11 +215,11 @@ def _holds_model(processor: Any) -> bool:
 
 def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
     """Everything that a copy of `value` would reach, without looking into models, tokenizers and tensors."""
-    if id(value) in seen or isinstance(value, (str, bytes, int, float, type, types.ModuleType, torch.Tensor)):
+    if id(value) in seen or isinstance(value, (str, bytes, int, float, type, torch.Tensor)):
         return
     seen.add(id(value))
     yield value
-    if isinstance(value, (nn.Module, PreTrainedTokenizerBase, torch.Generator)):
+    if isinstance(value, (nn.Module, PreTrainedTokenizerBase, torch.Generator, types.ModuleType)):
         return
     if isinstance(value, dict):
         inner: list[Any] = list(value.values())
@@ -158,6 +227,11 @@ def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
         inner = list(value)
     elif isinstance(value, types.MethodType):  # copied with its object
         inner = [value.__self__]
+    elif isinstance(value, functools.partial):
+        inner = [value.func, value.args, value.keywords]
+    elif isinstance(value, types.FunctionType):
+        inner = [value.__defaults__, value.__kwdefaults__, vars(value)]
+        inner += itertools.chain.from_iterable(map(_contents, value.__closure__ or ()))
     else:
         inner = list(getattr(value, "__dict__", {}).values())
     for part in inner:

@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from . import _compat
 from .candidates import DSparkCandidateGenerator
-from .generation_config import DraftingOptions
+from .generation_config import DraftingOptions, eos_ids
 from .modeling_dspark import DSparkDrafter
 from .processors import SpeculativeProcessors, SpeculativeStopping
 from .sampling import accept, accept_greedy
@@ -121,7 +121,7 @@ def assisted_decoding(
     """
     cache = kwargs.get("cache")
     _check_call(target, input_ids, cache)
-    processors = SpeculativeProcessors(logits_processor)
+    processors = SpeculativeProcessors(logits_processor, eos_ids(generation_config))
     with_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
     stopping = SpeculativeStopping(stopping_criteria, with_scores)
     drafting = DSparkCandidateGenerator(assistant_model, target, generation_config, processors)

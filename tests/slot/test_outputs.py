@@ -1,5 +1,8 @@
 """Every optional output of `generate` is what plain decoding returns: one entry a token, with its values."""
 
+import functools
+import sys
+
 import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache, SynthIDTextWatermarkingConfig
@@ -187,6 +190,173 @@ def test_processor_that_cannot_be_copied(lab, prompt):
     )
     assert torch.equal(plain.sequences, ours.sequences)
     assert set(ours.dspark.verify_lengths[0]) == {0}
+
+
+class Counter:
+    """A grammar that counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, row, ids):
+        self.calls += 1
+        return [self.calls % 64, self.calls * 7 % 64]
+
+
+def closure(row=None, ids=None):
+    state = {"calls": 0}
+
+    def allowed(row, ids):
+        state["calls"] += 1
+        return [state["calls"] % 64, state["calls"] * 7 % 64]
+
+    return allowed
+
+
+def rebound():
+    calls = 0
+
+    def allowed(row, ids):
+        nonlocal calls
+        calls += 1
+        return [calls % 64, calls * 7 % 64]
+
+    return allowed
+
+
+def default():
+    def allowed(row, ids, state=[0]):  # noqa: B006 - the memory under test
+        state[0] += 1
+        return [state[0] % 64, state[0] * 7 % 64]
+
+    return allowed
+
+
+def attribute():
+    def allowed(row, ids):
+        allowed.calls += 1
+        return [allowed.calls % 64, allowed.calls * 7 % 64]
+
+    allowed.calls = 0
+    return allowed
+
+
+def method():
+    return Counter().__call__
+
+
+def bound():
+    return functools.partial(lambda counter, row, ids: counter(row, ids), Counter())
+
+
+def processor_of(allowed):
+    def process(input_ids, scores):
+        mask = torch.full_like(scores, float("-inf"))
+        mask[:, allowed(0, input_ids[0])] = 0
+        return scores + mask
+
+    return process
+
+
+def two_that_share(allowed):
+    """The first counts, the second forbids."""
+    last = []
+
+    def count(input_ids, scores):
+        last[:] = allowed(0, input_ids[0])
+        return scores
+
+    return [count, processor_of(lambda row, ids: last)]
+
+
+MEMORIES = [Counter, closure, rebound, default, attribute, method, bound]
+
+
+@pytest.mark.parametrize("make", MEMORIES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("place", ["prefix", "processor", "two"])
+def test_memory_in_any_callable(lab, prompt, make, place):
+    def options():
+        if place == "prefix":
+            return {"prefix_allowed_tokens_fn": make()}
+        processors = two_that_share(make()) if place == "two" else [processor_of(make())]
+        return {"logits_processor": LogitsProcessorList(processors)}
+
+    target, common = lab.target(), {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(prompt, **common, **options())
+    for wrong in ([None], None):
+        drafter = lab.scripted(plain.sequences, wrong)
+        ours = target.generate(prompt, assistant_model=drafter, **common, **options())
+        assert torch.equal(ours.sequences, plain.sequences)
+        if sys.version_info < (3, 14):  # later ones copy no functions, so nothing is drafted there
+            assert ours.dspark.mean_accepted_length > 1.5
+
+
+def trie_of(texts):
+    trie = {}
+    for text in texts:
+        node = trie
+        for token in text:
+            node = node.setdefault(token, {})
+    return trie
+
+
+def walk(trie, ids):
+    for token in ids[7:].tolist():
+        trie = trie[token]
+    return list(trie) or [63]
+
+
+def test_tries_keep_drafting(lab, prompt):
+    target, common = lab.target(), {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
+    free = target.generate(prompt, max_new_tokens=16, do_sample=False)[0, 7:].tolist()
+    trie = trie_of([free, free[:5] + free[7:], free[1:]])
+    options = {"prefix_allowed_tokens_fn": lambda row, ids: walk(trie, ids)}
+    plain = target.generate(prompt, **common, **options)
+    ours = target.generate(prompt, assistant_model=lab.scripted(plain.sequences, [None]), **common, **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    if sys.version_info < (3, 14):
+        assert ours.dspark.mean_accepted_length > 3
+
+
+def test_memory_too_large_to_copy(lab, prompt):
+    class Large(Counter):
+        def __init__(self):
+            super().__init__()
+            self.parts = [[] for _ in range(20_000)]
+
+    target, common = lab.target(), {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(prompt, prefix_allowed_tokens_fn=Large(), **common)
+    ours = target.generate(prompt, prefix_allowed_tokens_fn=Large(), assistant_model=lab.drafter(), **common)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert set(ours.dspark.verify_lengths[0]) == {0}
+
+
+@pytest.mark.parametrize("place", ["prefix", "processor", "object"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_grammar_is_not_asked_behind_the_end(lab, prompt, place, do_sample):
+    """A user's grammar raises for texts outside its language: those that went on behind an end, or beside it."""
+    target = lab.target()
+    free = target.generate(prompt, max_new_tokens=20, do_sample=False)
+    end = free[0, 13].item()
+    texts = {tuple(free[0, : 7 + i].tolist()): free[0, 7 + i].item() for i in range(20)}
+
+    def allowed(row, ids):
+        assert end not in ids[7:].tolist()
+        return [texts[tuple(ids.tolist())]]
+
+    class Grammar(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return processor_of(allowed)(input_ids, scores)
+
+    options = {"max_new_tokens": 20, "do_sample": do_sample, "eos_token_id": end}
+    if place == "prefix":
+        options["prefix_allowed_tokens_fn"] = allowed
+    else:
+        processor = processor_of(allowed) if place == "processor" else Grammar()
+        options["logits_processor"] = LogitsProcessorList([processor])
+    plain = target.generate(prompt, **options)
+    for drafter in (lab.scripted(free, [None]), lab.scripted(free), lab.drafter(draft_vocab_size=20)):
+        assert torch.equal(target.generate(prompt, assistant_model=drafter, **options), plain)
 
 
 def test_watermark(lab, both, prompt):
