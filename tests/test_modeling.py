@@ -7,15 +7,18 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import dispatch_model
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaForCausalLM, modeling_utils
+from transformers.utils import hub
 
 import transformers_dspark
-from transformers_dspark import DSparkConfig, DSparkDrafter
+from transformers_dspark import DSparkConfig, DSparkDrafter, DSparkGenerationConfig
 
 
 SHAPE = {
@@ -95,6 +98,29 @@ def test_shards_of_the_canonical_form(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     again = DSparkDrafter.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in drafter.state_dict().items())
+
+
+def test_pushing_brings_the_options_of_drafting(tmp_path, monkeypatch):
+    pushed = {}
+
+    def upload(self, folder, repo_id, files_timestamps, token=None, **kwargs):
+        new = [path.name for path in Path(folder).iterdir() if path.name not in files_timestamps]
+        pushed.setdefault((repo_id, token), set()).update(new)
+
+    class Api:
+        def create_repo(self, repo_id, **kwargs):
+            return SimpleNamespace(repo_id=repo_id)
+
+    for module in (hub, modeling_utils):
+        monkeypatch.setattr(module, "hf_api", Api)
+        monkeypatch.setattr(module, "create_and_tag_model_card", lambda *args, **kwargs: ModelCard("---\n---\n"))
+    monkeypatch.setattr(hub.PushToHubMixin, "_upload_modified_files", upload)
+    drafter = make()
+    drafter.generation_config = DSparkGenerationConfig(seed=3)
+    drafter.save_pretrained(tmp_path / "mine", push_to_hub=True)
+    drafter.save_pretrained(tmp_path / "again", push_to_hub=True, repo_id="org/it", token="t", commit_message="m")
+    assert pushed.keys() == {("mine", None), ("org/it", "t")}
+    assert all({"model.safetensors", "config.json", "generation_config.json"} <= names for names in pushed.values())
 
 
 REOPEN = """

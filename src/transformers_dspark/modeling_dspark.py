@@ -435,10 +435,19 @@ class DSparkDrafter(PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
     ) -> None:
-        """As for any model of Transformers; the options of drafting, if there are any, go beside the weights."""
+        """
+        As for any model of Transformers; the options of drafting, if there are any, go beside the weights.
+
+        A pipeline that is given the folder's name also opens a tokenizer there: save the target's beside the drafter.
+        """
         super().save_pretrained(save_directory, is_main_process, **kwargs)
         if self.generation_config is not None and is_main_process:
             self.generation_config.save_pretrained(save_directory)
+            if kwargs.get("push_to_hub"):  # the call above has pushed its own files already
+                upload = {n: kwargs[n] for n in ("commit_message", "private", "token", "create_pr") if n in kwargs}
+                self.generation_config.push_to_hub(
+                    kwargs.get("repo_id") or os.path.basename(os.path.abspath(save_directory)), **upload
+                )
 
     def _account_for(self, info: dict[str, Any], path: str | os.PathLike[str]) -> None:
         wrong = []
