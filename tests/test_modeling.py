@@ -14,7 +14,17 @@ import torch
 from accelerate import dispatch_model
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaForCausalLM, modeling_utils
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as token_models
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    modeling_utils,
+    pipeline,
+)
 from transformers.utils import hub
 
 import transformers_dspark
@@ -199,6 +209,24 @@ def test_any_module_can_come_first():
         )
     ]
     assert fresh(FORKS.format(statements=statements)) == ""
+
+
+def test_pipeline_opens_a_folder_with_the_targets_tokenizer(tmp_path):
+    """Also when the drafter's configuration does not name the target's special tokens."""
+    inner = Tokenizer(token_models.WordLevel({f"t{i:02d}": i for i in range(50)}, unk_token="t00"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer, target = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="t00"), tiny_target(pad_token_id=0)
+    drafter = make()
+    assert drafter.config.eos_token_id != target.config.eos_token_id
+    drafter.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = [
+        pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant, device="cpu")(
+            "t05 t17 t03", max_new_tokens=12, do_sample=False
+        )
+        for assistant in (None, str(tmp_path))
+    ]
+    assert texts[0] == texts[1]
 
 
 # ---- binding
