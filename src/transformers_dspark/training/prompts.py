@@ -212,7 +212,7 @@ def _turns(line: str, path: Path, number: int) -> list[str]:
         turns = None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise ValueError(
-            f'{path}, line {number}: not of the form {{"turns": ["...", ...]}} with at least one turn, each of them text; '
+            f'{path}, line {number}: not of the form {{"turns": ["...", ...]}} with one turn of text or more; '
             "`dspark data prompts` makes such a file."
         )
     return turns
