@@ -84,6 +84,16 @@ def keeps_recurrent_state(target: PreTrainedModel) -> bool:
     return getattr(target, "_is_stateful", False)
 
 
+def learns_prompt(target: PreTrainedModel) -> bool:
+    """
+    Whether a PEFT adapter with virtual tokens serves this call; `slot` refuses it, since PEFT then feeds one token a
+    step. PEFT lends its target its own `prepare_inputs_for_generation` while it generates. Superfluous when that
+    method can feed several.
+    """
+    lender = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    return bool(getattr(getattr(lender, "active_peft_config", None), "is_prompt_learning", False))
+
+
 def attention_implementation(config: PreTrainedConfig) -> str:
     """Name of a model's attention, for `attention` to put back; its setter is public, its getter is not."""
     return config._attn_implementation
@@ -105,5 +115,6 @@ __all__ = [
     "forget",
     "generation_defaults",
     "keeps_recurrent_state",
+    "learns_prompt",
     "rebind",
 ]

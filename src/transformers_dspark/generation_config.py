@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,9 +162,15 @@ def _given(name: str, *configs: GenerationConfig | None) -> Any:
     return None
 
 
-def _check_range(name: str, value: float | None, low: float, high: float | None) -> None:
-    if value is not None and (value < low or (high is not None and value > high)):
-        raise ValueError(f"{name}={value} must be {f'at least {low}' if high is None else f'in {low}..{high}'}.")
+def _check_range(name: str, value: Any, low: float, high: float | None) -> None:
+    """A range without an upper end is one of whole numbers."""
+    if value is None:
+        return
+    kind: Any = numbers.Integral if high is None else numbers.Real
+    most = math.inf if high is None else high
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= most:  # NaN is in no range
+        allowed = f"a whole number of at least {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name}={value!r} must be {allowed}.")
 
 
 __all__ = ["DSparkGenerationConfig", "DraftingOptions", "eos_ids", "options_beside"]

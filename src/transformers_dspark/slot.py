@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from . import _compat
 from .candidates import DSparkCandidateGenerator
+from .configuration_dspark import DSparkConfig
 from .generation_config import DraftingOptions, eos_ids
 from .modeling_dspark import DSparkDrafter
 from .processors import SpeculativeProcessors, SpeculativeStopping
@@ -39,6 +40,11 @@ def check_request(
         ValueError: the drafter does not fit the target, or options contradict each other.
     """
     name = type(target).__name__
+    if _compat.learns_prompt(target):
+        raise NotImplementedError(
+            "This adapter puts a learned prompt or prefix before the text, of which a DSpark drafter knows nothing: "
+            "generate without the drafter."
+        )
     if mode not in (GenerationMode.ASSISTED_GENERATION, GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise NotImplementedError(
             f"A DSpark drafter works with greedy decoding and sampling; this call asks for {mode.value}. Set "
@@ -68,6 +74,7 @@ def check_request(
         "assistant_ensemble_weight",
         "assistant_early_exit",
         "prompt_lookup_num_tokens",
+        "dola_layers",
         "use_mtp",
         "speculation_type",
     )
@@ -167,8 +174,10 @@ def generate(
 
     Raises:
         NotImplementedError: a legal request that this version does not support.
-        ValueError: the drafter does not fit the target, or options contradict each other.
+        ValueError: `drafter` is none, or does not fit the target, or options contradict each other.
     """
+    if getattr(getattr(drafter, "config", None), "model_type", None) != DSparkConfig.model_type:
+        raise ValueError(f"drafter is a {type(drafter).__name__}; it must be a DSparkDrafter for this target.")
     check_request(model, drafter, generation_config, generation_config.get_generation_mode())
     return assisted_decoding(
         getattr(type(model), _compat.ASSISTED_LOOP),

@@ -1,5 +1,7 @@
 """What cannot be served is refused with one clear sentence, before the target runs."""
 
+import copy
+
 import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
@@ -32,7 +34,12 @@ def never_run(lab, monkeypatch):
         ({"assistant_ensemble_weight": 0.5}, ValueError, "assistant_ensemble_weight"),
         ({"prompt_lookup_num_tokens": 3}, ValueError, "prompt_lookup_num_tokens"),
         ({"num_assistant_tokens": -1}, ValueError, "num_assistant_tokens=-1"),
+        ({"num_assistant_tokens": 2.5}, ValueError, "num_assistant_tokens=2.5 must be a whole number"),
+        ({"num_assistant_tokens": "3"}, ValueError, "num_assistant_tokens='3' must be a whole number"),
         ({"assistant_confidence_threshold": 1.5}, ValueError, "assistant_confidence_threshold=1.5"),
+        ({"assistant_confidence_threshold": float("nan")}, ValueError, "assistant_confidence_threshold=nan"),
+        ({"assistant_confidence_threshold": "x"}, ValueError, "assistant_confidence_threshold='x'"),
+        ({"dola_layers": "low"}, (ValueError, NotImplementedError), "[Dd]o[Ll]a"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
@@ -46,6 +53,37 @@ def test_options(lab, never_run, prompt, options, error, words, door):
         drafter = {"assistant_model": lab.drafter()}
     with pytest.raises(error, match=words):
         never_run().generate(prompt, max_new_tokens=4, **options, **drafter)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_verify_tokens": 2.5},
+        {"max_verify_tokens": True},
+        {"max_verify_tokens": -1},
+        {"assistant_confidence_threshold": float("nan")},
+    ],
+    ids=str,
+)
+def test_option_out_of_range(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        DSparkGenerationConfig(**options)
+
+
+@pytest.mark.parametrize("drafter", [None, "a/path", torch.nn.Linear(2, 2)], ids=["None", "str", "Linear"])
+def test_custom_generate_without_a_drafter(never_run, prompt, drafter):
+    with pytest.raises(ValueError, match="must be a DSparkDrafter"):
+        never_run().generate(prompt, custom_generate=transformers_dspark.generate, drafter=drafter, max_new_tokens=4)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # raised by PEFT
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens(lab, never_run, prompt, kind):
+    peft = pytest.importorskip("peft")
+    target = copy.deepcopy(never_run())
+    tuned = peft.get_peft_model(target, getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")).eval()
+    with pytest.raises(NotImplementedError, match="learned prompt"):
+        tuned.generate(input_ids=prompt, assistant_model=lab.drafter(), max_new_tokens=4)
 
 
 @pytest.mark.parametrize("door", ["slot", "custom_generate"])
