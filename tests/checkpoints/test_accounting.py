@@ -252,6 +252,14 @@ def test_fields_that_lie(reference, form, field, lie, tmp_path):
         DSparkDrafter.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(("field", "lie"), [("hidden_size", -1), ("per_layer_config", {"0": 3})])
+def test_fields_of_gemma4_that_lie(field, lie, tmp_path):
+    gemma4 = Reference(backbone="Gemma4")
+    path = gemma4.save(tmp_path / "d", config=gemma4.raw_config() | {field: lie})
+    with pytest.raises(ValueError, match=field.replace("_", "[_ ]")):
+        DSparkDrafter.from_pretrained(path)
+
+
 @pytest.mark.parametrize(
     ("field", "lie"),
     [

@@ -56,7 +56,10 @@ def convert(raw: dict[str, Any], tensors: dict[str, torch.Tensor], *, own_embedd
         NotImplementedError: an option that cannot run yet.
     """
     raw = (raw.get("text_config") or {}) | (raw.get("dspark_config") or {}) | raw
-    if problems := mistyped(raw):
+    problems = mistyped(raw)
+    if not problems and not isinstance((raw.get("per_layer_config") or {}).get("0") or {}, dict):
+        problems.append(f"per_layer_config={raw['per_layer_config']} must hold an object of fields for each layer")
+    if problems:
         raise ValueError(f"The configuration of this DeepSpec checkpoint cannot be read: {'; '.join(problems)}.")
     _refuse_what_cannot_run(raw)
     gemma4 = "Gemma4DSparkModel" in raw["architectures"]
@@ -79,7 +82,7 @@ def convert(raw: dict[str, Any], tensors: dict[str, torch.Tensor], *, own_embedd
         if gemma4
         else (raw.get("hidden_act") or "silu"),
         "final_logit_softcapping": raw.get("final_logit_softcapping"),
-        "embedding_scale": float(raw["hidden_size"] ** 0.5) if gemma4 else 1.0,
+        "embedding_scale": float(max(raw["hidden_size"], 0) ** 0.5) if gemma4 else 1.0,
         "own_embeddings": own_embeddings,
         "tie_word_embeddings": own_embeddings and tied,
         "layout_source": "flag" if "sample_from_anchor" in raw else "family (DeepSpec is anchor first)",
