@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from string import Template
@@ -22,7 +21,7 @@ def card() -> str:
     return Template((ROOT / "model_cards" / f"{NAME}.md").read_text()).substitute(
         model_index=_model_index(accepted["results"]),
         accepted_table=_accepted_table(accepted["results"], config["block_size"]),
-        eval_command=re.sub(r"\S*/(?=[\w-]+\.jsonl)", "", accepted["environment"]["command"]),
+        eval_command=accepted["environment"]["command"],
         eval_device=accepted["environment"]["device"],
         eval_dtype=accepted["dtype"],
         eval_tokens=accepted["max_new_tokens"],
