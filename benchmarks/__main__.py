@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def import_seconds(repeats: int = 7) -> dict[str, float]:
-    """Median seconds of `import transformers`, alone and with this package behind it, in fresh processes, interleaved."""
+    """Median seconds of `import transformers`, alone and with this package behind it; fresh processes, interleaved."""
     statements = {"transformers": "import transformers", "both": "import transformers, transformers_dspark"}
     seconds: dict[str, list[float]] = {name: [] for name in statements}
     for _ in range(repeats):

@@ -6,9 +6,12 @@ from ..training.prompts import read_prompts as read_conversations
 
 
 DEMO_PROMPTS = {
-    "code": "Write a Python function that checks whether a string is a palindrome, ignoring case and punctuation.",
-    "prose": "Write a short story about a lighthouse keeper who finds a message in a bottle.",
-    "chat": "I have two free days in Rome. What should I see, and in which order?",
+    "code": (
+        "Complete this Python function:\n```python\ndef count_vowels(text: str) -> int:\n"
+        '    """Return the number of vowels in text, in either case.\n    >>> count_vowels(\'Hello World\')\n    3\n    """\n```'
+    ),
+    "prose": "Explain in a few paragraphs how the water cycle works.",
+    "chat": "What are some good habits for staying healthy?",
 }
 
 __all__ = ["DEMO_PROMPTS", "read_conversations"]
