@@ -16,7 +16,7 @@ from ..modeling_dspark import DSparkDrafter
 from ..telemetry import GenerationStats
 
 
-CONFIDENCE_THRESHOLD = 0.35
+CONFIDENCE_THRESHOLD = 0.1
 
 
 @dataclass(frozen=True)
