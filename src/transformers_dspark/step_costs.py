@@ -6,11 +6,11 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -23,7 +23,8 @@ UNSTABLE = 0.2  # relative spread of a cell's samples from which a table says th
 TABLE_SHARE, CELL_SHARE = 1 / 16, 1 / 8
 
 
-class StepCost(NamedTuple):
+@dataclass(frozen=True)
+class StepCost:
     """
     A measured target step.
 
@@ -42,7 +43,8 @@ class StepCost(NamedTuple):
     spread: float = 0.0
 
 
-class DraftCost(NamedTuple):
+@dataclass(frozen=True)
+class DraftCost:
     """
     A measured draft of one block.
 
@@ -137,8 +139,8 @@ class StepCostTable:
         """
         seconds = np.zeros(rows + 1)
         if self.drafts:
-            measured = sorted(self.drafts)
-            xs, ys = (np.array([cost[i] for cost in measured], dtype=np.float64) for i in (0, 1))
+            measured = sorted((cost.rows, cost.seconds) for cost in self.drafts)
+            xs, ys = np.array(measured, dtype=np.float64).T
             seconds[1:] = _read(xs, ys, np.arange(1.0, rows + 1))
         return seconds
 
@@ -165,7 +167,7 @@ class StepCostTable:
         shares = np.full(len(self.steps), TABLE_SHARE)
         shares[int(distances.argmin())] += CELL_SHARE
         factors = np.exp(surprise * shares)
-        steps = tuple(c._replace(seconds=c.seconds * float(f)) for c, f in zip(self.steps, factors, strict=True))
+        steps = tuple(replace(c, seconds=c.seconds * float(f)) for c, f in zip(self.steps, factors, strict=True))
         return replace(self, steps=steps)
 
     def refreshed_draft(self, rows: int, seconds: float) -> StepCostTable:
@@ -173,7 +175,7 @@ class StepCostTable:
         if not self.drafts:
             return replace(self, drafts=(DraftCost(rows, seconds),))
         factor = math.exp(_surprise(seconds, self.draft_curve(rows)[-1]) * CELL_SHARE)
-        return replace(self, drafts=tuple(cost._replace(seconds=cost.seconds * factor) for cost in self.drafts))
+        return replace(self, drafts=tuple(replace(cost, seconds=cost.seconds * factor) for cost in self.drafts))
 
     def check_target(self, target: PreTrainedModel) -> None:
         """
@@ -204,8 +206,8 @@ class StepCostTable:
             "staircase": self.staircase,
             "unstable": len(self.unstable),
             "measured": dict(self.measured),
-            "steps": [cost._asdict() for cost in self.steps],
-            "drafts": [cost._asdict() for cost in self.drafts],
+            "steps": [asdict(cost) for cost in self.steps],
+            "drafts": [asdict(cost) for cost in self.drafts],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
