@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from transformers_dspark.cli import device_of, write_json
-from transformers_dspark.evaluation.environment import environment
+from transformers_dspark.environment import environment
 from transformers_dspark.evaluation.prompts import DEMO_PROMPTS
 from transformers_dspark.evaluation.real_pair import fetch_target, find_drafter
 from transformers_dspark.evaluation.runs import CONFIDENCE_THRESHOLD, Pair, run

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "src" / "transformers_dspark"
 LADDER = [
     "kernels",
     "_compat",
+    "environment",
     "configuration_dspark",
     "checkpoints",
     "generation_config",

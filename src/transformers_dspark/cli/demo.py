@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import track
     from transformers.utils import logging
 
-    from ..evaluation.environment import environment
+    from ..environment import environment
     from ..evaluation.prompts import DEMO_PROMPTS
     from ..evaluation.real_pair import fetch_target, find_drafter
     from ..evaluation.runs import Pair, Run

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
     from transformers.utils import logging
 
-    from ..evaluation.environment import environment
+    from ..environment import environment
     from ..evaluation.prompts import read_conversations
     from ..evaluation.real_pair import fetch_target, find_drafter
     from ..evaluation.runs import Pair, converse

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ..evaluation.environment import environment
+    from ..environment import environment
     from ..evaluation.plots import loss_curve
     from ..training.arguments import DrafterShape, TrainArguments
     from ..training.data import load_sequences

@@ -38,7 +38,7 @@ def environment(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit of this package's checkout; `None` where it is installed otherwise."""
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
