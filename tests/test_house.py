@@ -21,6 +21,8 @@ LADDER = [
     "generation_config",
     "backbone_dspark",
     "heads_dspark",
+    "borrowed_dspark",
+    "masks_dspark",
     "modeling_dspark",
     "sampling",
     "scheduling",

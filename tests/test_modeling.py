@@ -79,8 +79,27 @@ def fresh(code: str, *, without_package: bool = False, cwd: Path | None = None) 
         {"own_embeddings": True, "tie_word_embeddings": True, "markov_head_type": "rnn"},
         {"backbone_type": "gemma4", "attention_k_eq_v": True, "head_dim": 8},
         {"enable_confidence_head": True, "confidence_temperatures": [1.0, 1.5, 2.0, 0.5]},
+        {"own_embeddings": True, "own_head": False, "sample_from_anchor": False, "layout_source": "flag"},
+        {"own_head": True, "draft_vocab_size": 20, "raw_embedding": True},
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 3,
+            "sliding_window_from": "anchor",
+            "causal_layer_types": ["sliding_attention"],
+            "has_attention_sinks": True,
+        },
     ],
-    ids=["plain", "reduced vocabulary", "own", "tied", "gemma4", "temperatures"],
+    ids=[
+        "plain",
+        "reduced vocabulary",
+        "own",
+        "tied",
+        "gemma4",
+        "temperatures",
+        "own embedding, filler",
+        "own head",
+        "windows",
+    ],
 )
 def test_round_trip(changes, tmp_path):
     drafter = make(**changes)
@@ -168,7 +187,7 @@ def test_a_fresh_process_without_the_package_reopens_it(tmp_path):
         "AutoConfig": "configuration_dspark.DSparkConfig",
         "AutoModel": "modeling_dspark.DSparkDrafter",
     }
-    for name in ("configuration", "modeling", "backbone", "heads"):
+    for name in ("configuration", "modeling", "backbone", "heads", "borrowed", "masks"):
         copy, source = tmp_path / "drafter" / f"{name}_dspark.py", PACKAGE / f"{name}_dspark.py"
         assert copy.read_text() == source.read_text()
     imports = f"import os; os.environ['HF_MODULES_CACHE'] = {str(tmp_path / 'modules')!r}\n"
@@ -464,6 +483,164 @@ def test_casting_keeps_the_rotary_frequencies():
     torch.testing.assert_close(cos[0, 0, 1], (1000 * exact[1]).cos().bfloat16())
 
 
-def test_filler_layout_is_refused():
-    with pytest.raises(NotImplementedError, match="sample_from_anchor=False"):
-        make(sample_from_anchor=False)
+# ---- layouts, windows and gaps
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_filler_layout_drafts_from_the_second_row(kind):
+    """The same weights in both layouts: row k of the one proposes what row k of the other does, without row 0."""
+    changes = {"own_embeddings": True, "enable_confidence_head": True, "confidence_head_with_markov": True}
+    anchor_first, filler = (make(sample_from_anchor=a, markov_head_type=kind, **changes) for a in (True, False))
+    assert (anchor_first.config.num_draft_tokens, filler.config.num_draft_tokens) == (4, 3)
+    context, arguments = filler.new_context(), (torch.tensor([3, 4]), torch.tensor([5, 5]))
+    taps = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        filler.extend_context(context, taps, torch.arange(5).expand(2, -1))
+        hidden = filler.block_states(*arguments, context)
+        assert torch.equal(hidden, anchor_first.block_states(*arguments, context))
+        proposal, narrow = filler.propose(*arguments, context), filler.propose(*arguments, context, width=2)
+        # by hand: the anchor is the token before row 1; a recurrent head has seen row 0 with it
+        head, previous, state = filler.markov_head, arguments[0], None
+        _, state = head.features(head.embed(previous), hidden[:, 0], None)
+        for k in range(3):
+            embedded = head.embed(previous)
+            features, state = head.features(embedded, hidden[:, k + 1], state)
+            logits = filler.lm_head(hidden[:, k + 1]) + head.markov_w2(features)
+            torch.testing.assert_close(proposal.logits[:, k], logits)
+            confidence = filler.confidence_head(hidden[:, k + 1], embedded).sigmoid()
+            torch.testing.assert_close(proposal.confidence[:, k], confidence)
+            previous = logits.argmax(dim=-1)
+            assert torch.equal(proposal.tokens[:, k], previous)
+    assert proposal.tokens.shape == (2, 3)
+    assert torch.equal(narrow.tokens, proposal.tokens[:, :2])
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "block_size": 4}
+ATTENTION = {
+    "from the query": MIXED,
+    "from the anchor": MIXED | {"sliding_window_from": "anchor"},
+    "causal where it slides": MIXED | {"causal_layer_types": ["sliding_attention"]},
+    "causal throughout": {"causal_layer_types": ["full_attention"]},
+    "shorter than the block": MIXED | {"sliding_window": 2},
+    "sinks": MIXED | {"has_attention_sinks": True, "causal_layer_types": ["sliding_attention", "full_attention"]},
+    "one key head": MIXED | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8},
+}
+
+
+def by_hand(drafter, layer: int, taps: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """One row's attention output, looked up key by key; the block begins behind the taps."""
+    config, attention, n = drafter.config, drafter.layers[layer].self_attn, taps.shape[1]
+    context = drafter.hidden_norm(drafter.fc(taps))
+    joined = torch.cat((context, states), dim=1)
+    places = torch.arange(joined.shape[1])[None]
+    cos_sin = drafter.rotary_emb(joined, places)
+    keys, values = attention.keys_values(joined, cos_sin)
+    queries = attention.q_norm(attention.q_proj(joined).unflatten(-1, (-1, config.head_dim)))
+    half = config.head_dim // 2
+    turned = torch.cat((-queries[..., half:], queries[..., :half]), dim=-1)
+    queries = queries * cos_sin[0].unsqueeze(2) + turned * cos_sin[1].unsqueeze(2)
+    kind, group = config.layer_types[layer], config.num_attention_heads // config.num_key_value_heads
+    mixed = torch.zeros(1, states.shape[1], config.num_attention_heads, config.head_dim)
+    for row in range(states.shape[1]):
+        for head in range(config.num_attention_heads):
+            weights = []
+            for key in range(joined.shape[1]):
+                seen = key <= n + row or kind not in config.causal_layer_types
+                if kind == "sliding_attention":
+                    start = n - config.sliding_window
+                    if config.sliding_window_from == "query":
+                        start = n + row - config.sliding_window + 1
+                    seen = seen and key >= start
+                score = queries[0, n + row, head] @ keys[0, head // group, key] * config.head_dim**-0.5
+                weights.append(score.exp() if seen else torch.tensor(0.0))
+            total = sum(weights)
+            if config.has_attention_sinks:
+                total = total + attention.attention_sink_bias[head].exp()
+            mixed[0, row, head] = sum(w * v for w, v in zip(weights, values[0, head // group], strict=True)) / total
+    return attention.o_proj(mixed.flatten(2))
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@torch.no_grad()
+def test_attention_by_hand(name):
+    drafter = make(own_embeddings=True, **ATTENTION[name])
+    for layer in drafter.layers:
+        if drafter.config.has_attention_sinks:
+            layer.self_attn.attention_sink_bias.normal_()
+    taps, outputs = torch.randn(1, 7, 32), []
+    for layer in drafter.layers:
+        layer.self_attn.register_forward_hook(lambda module, args, output: outputs.append((args[0], output)))
+    context = drafter.new_context()
+    for part in ([0, 4], [4, 7]):
+        drafter.extend_context(context, taps[:, slice(*part)], torch.arange(*part)[None])
+    states = drafter.block_states(torch.tensor([5]), torch.tensor([7]), context)
+    for layer, (given, output) in enumerate(outputs[:2]):
+        torch.testing.assert_close(output, by_hand(drafter, layer, taps, given), rtol=1e-4, atol=1e-6)
+    # packed, without a cache: two blocks at anchors 7 and 4, which must not see each other
+    block = torch.full((1, 8), 49)
+    block[0, 0] = block[0, 4] = 5
+    places = torch.cat((torch.arange(7, 11), torch.arange(4, 8)))[None]
+    seen = torch.arange(7) < torch.tensor([7] * 4 + [4] * 4)[:, None]
+    own = torch.block_diag(torch.ones(4, 4), torch.ones(4, 4)).bool()
+    packed = drafter(taps, torch.arange(7)[None], block, places, torch.cat((seen, own), dim=1)[None, None])
+    torch.testing.assert_close(packed[:, :4], states, rtol=1e-4, atol=1e-6)
+    early = drafter.new_context()
+    drafter.extend_context(early, taps[:, :4], torch.arange(4)[None])
+    alone = drafter.block_states(torch.tensor([5]), torch.tensor([4]), early)
+    torch.testing.assert_close(packed[:, 4:], alone, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_window_hides_what_lies_before_it():
+    """A context token outside the window of every layer changes nothing; one layer of full attention sees it."""
+    sliding = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2}
+    for changes, same in (
+        (sliding, True),
+        (sliding | {"layer_types": ["sliding_attention", "full_attention"]}, False),
+    ):
+        drafter, taps, states = make(own_embeddings=True, **changes), torch.randn(1, 16, 32), []
+        for touched in (False, True):
+            context, given = drafter.new_context(), taps.clone()
+            given[:, 3] += touched
+            drafter.extend_context(context, given, torch.arange(16)[None])
+            states.append(drafter.block_states(torch.tensor([5]), torch.tensor([16]), context))
+        assert torch.equal(*states) == same
+
+
+@pytest.mark.parametrize("name", ["full", *ATTENTION])
+@torch.no_grad()
+def test_rows_with_gaps_draft_as_each_alone(name):
+    drafter = make(own_embeddings=True, **ATTENTION.get(name, {}))
+    counts, taps, together = ([3, 2, 4], [1, 4, 2]), torch.randn(3, 12, 32), drafter.new_context()
+    done = torch.zeros(3, dtype=torch.long)
+    for portion in counts:
+        steps, new = torch.arange(max(portion)), torch.tensor(portion)
+        places = done[:, None] + steps
+        keep = steps < new[:, None]
+        drafter.extend_context(together, taps.gather(1, places[..., None].expand(-1, -1, 32)), places, keep)
+        done += new
+    anchors = torch.tensor([3, 4, 5])
+    proposal = drafter.propose(anchors, done, together)
+    for row, length in enumerate(done.tolist()):
+        alone = drafter.new_context()
+        drafter.extend_context(alone, taps[row : row + 1, :length], torch.arange(length)[None])
+        single = drafter.propose(anchors[row : row + 1], done[row : row + 1], alone)
+        torch.testing.assert_close(single.logits[0], proposal.logits[row], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types=.* for 2 layers"),
+        ({"layer_types": ["full_attention", "conv"]}, "layer_types="),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None must be at least 1"),
+        ({"sliding_window_from": "end"}, "sliding_window_from='end'"),
+        ({"causal_layer_types": ["conv"]}, "causal_layer_types="),
+        ({"sample_from_anchor": False, "block_size": 1}, "block_size=1 must be at least 2"),
+        ({"sample_from_anchor": False, "confidence_temperatures": [1.0] * 4}, "must hold 3 positive numbers"),
+        (MIXED | {"backbone_type": "gemma4"}, "throughout with backbone_type='gemma4'"),
+    ],
+)
+def test_attention_fields_that_lie(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)

@@ -28,13 +28,37 @@ class DSparkContext:
 
     def __init__(self, num_layers: int) -> None:
         self.length = 0
+        self.has_gaps = False  # whether some entry belongs to no token; such a one stands at position -1
         self._buffers: list[KeysValues | None] = [None] * num_layers
+        self._positions: torch.Tensor | None = None
 
-    def append(self, keys_values: list[KeysValues]) -> None:
-        """Commits `n` tokens: a `(rows, kv_heads, n, head_dim)` pair for each layer."""
+    @property
+    def positions(self) -> torch.Tensor:
+        """`(rows, length)` absolute positions of the committed tokens."""
+        if self._positions is None:
+            raise RuntimeError("This context is empty: commit tokens with `extend_context` first.")
+        return self._positions[:, : self.length]
+
+    def append(
+        self, keys_values: list[KeysValues], position_ids: torch.Tensor, keep: torch.Tensor | None = None
+    ) -> None:
+        """
+        Commits `n` entries: a `(rows, kv_heads, n, head_dim)` pair for each layer, at `(rows, n)` positions. Where
+        `keep` `(rows, n)` is False a row has no token: the entry only fills the rectangle.
+        """
         for layer, (keys, values) in enumerate(keys_values):
             self.stage(layer, keys, values)
-        self.length += keys_values[0][0].shape[2]
+        if keep is not None:
+            self.has_gaps = True
+            position_ids = position_ids.masked_fill(~keep.to(position_ids.device), -1)
+        end = self.length + position_ids.shape[1]
+        if self._positions is None or self._positions.shape[1] < end:
+            grown = position_ids.new_empty(position_ids.shape[0], 2 * end)
+            if self._positions is not None:
+                grown[:, : self.length] = self._positions[:, : self.length]
+            self._positions = grown
+        self._positions[:, self.length : end] = position_ids
+        self.length = end
 
     def stage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
         """Writes entries behind the committed ones of a layer and returns views of all of them."""
@@ -72,6 +96,8 @@ class DSparkAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps)
         self.v_norm = nn.RMSNorm(self.head_dim, eps, elementwise_affine=False) if gemma4 else nn.Identity()
+        sinks = config.has_attention_sinks
+        self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads)) if sinks else None
 
     def keys_values(self, states: torch.Tensor, cos_sin: KeysValues) -> KeysValues:
         """Projects `(rows, n, hidden)` states to rotated keys and values of shape `(rows, kv_heads, n, head_dim)`."""
@@ -88,14 +114,19 @@ class DSparkAttention(nn.Module):
         queries = _rotated(raw, *cos_sin).transpose(1, 2)
         keys, values = join(*self.keys_values(states, cos_sin))
         rows, heads, length, dim = queries.shape
-        group = heads // keys.shape[1]
-        if mask is None:
-            # every row of a block sees the same keys, so the heads of a group become more rows: no copy of the keys
+        group, sinks = heads // keys.shape[1], self.attention_sink_bias
+        if sinks is None and (mask is None or length <= dim):
+            # the heads of a group become more rows: only the mask, if there is one, is copied, and not the keys
             folded = queries.reshape(rows, keys.shape[1], group * length, dim)
-            mixed = F.scaled_dot_product_attention(folded, keys, values, scale=self.scaling)
+            if mask is not None:
+                mask = mask.expand(-1, -1, length, -1).repeat(1, 1, group, 1)
+            mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self.scaling)
         else:
             keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
-            mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scaling)
+            if sinks is None:
+                mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scaling)
+            else:
+                mixed = _attention_with_sinks(queries * self.scaling, keys, values, mask, sinks)
         return self.o_proj(mixed.reshape(rows, heads, length, dim).transpose(1, 2).reshape(rows, length, -1))
 
 
@@ -190,6 +221,18 @@ class DSparkLayer(nn.Module):
         states = states + self.post_attention_layernorm(mixed)
         states = states + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(states)))
         return states * self.layer_scalar
+
+
+def _attention_with_sinks(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Attention whose softmax, in float32, has one more logit a head, `sinks` `(heads,)`, with a value of zero."""
+    scores = (queries @ keys.transpose(2, 3)).float()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    extra = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+    probs = torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
+    return probs.to(values.dtype) @ values
 
 
 def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,8 @@ from transformers import PreTrainedConfig
 
 BACKBONES = ("qwen3", "gemma4")
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOW_STARTS = ("query", "anchor")
 SIZES = (
     "vocab_size", "draft_vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "block_size", "target_hidden_size",
@@ -20,6 +22,7 @@ TYPES: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
         (
             *SIZES, "max_position_embeddings", "mask_token_id", "num_target_layers", "markov_rank", "pad_token_id",
             "bos_token_id", "global_head_dim", "num_global_key_value_heads", "original_max_position_embeddings",
+            "sliding_window", "swa_window_size", "max_window_layers", "speculative_tokens",
         ),
     ),
     "a whole number or a list of them": ((int, list), ("eos_token_id",)),
@@ -34,22 +37,31 @@ TYPES: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
         (bool,),
         (
             "attention_k_eq_v", "attention_bias", "sample_from_anchor", "enable_confidence_head",
-            "confidence_head_with_markov", "own_embeddings", "tie_word_embeddings",
+            "confidence_head_with_markov", "own_embeddings", "own_head", "tie_word_embeddings", "raw_embedding",
+            "has_attention_sinks", "attention_sink_bias", "query_zero_predicts_next", "dspark_bonus_anchor",
+            "dflash_query_causal", "is_causal", "causal", "use_swa", "use_sliding_window",
+            "sliding_window_non_causal", "rope_is_neox_style",
         ),
     ),
     "a name": (
         (str,),
         (
             "backbone_type", "hidden_act", "hidden_activation", "layout_source", "markov_head_type", "rope_type",
-            "type",
+            "type", "sliding_window_from", "projector_type", "speculators_model_type", "algorithm", "attention_mode",
         ),
     ),
-    "a list": ((list, tuple), ("target_layer_ids", "confidence_temperatures", "layer_types", "architectures")),
+    "a list": (
+        (list, tuple),
+        (
+            "target_layer_ids", "confidence_temperatures", "layer_types", "causal_layer_types", "architectures",
+            "aux_hidden_state_layer_ids", "proposal_methods",
+        ),
+    ),
     "an object of fields": (
         (dict,),
         (
             "rope_parameters", "rope_scaling", "full_attention", "text_config", "per_layer_config", "dspark_config",
-            "dflash_config", "speculators_config",
+            "dflash_config", "speculators_config", "transformer_layer_config", "quantization_config",
         ),
     ),
 }  # fmt: skip
@@ -87,21 +99,32 @@ class DSparkConfig(PreTrainedConfig):
             own.
         hidden_act, rms_norm_eps, attention_bias, max_position_embeddings, rope_parameters, initializer_range: As in
             Transformers' models.
-        block_size (`int`): gamma, the number of drafted tokens.
+        block_size (`int`): Rows of a block. In layout A each of them drafts a token; in layout F all but the anchor's.
         mask_token_id (`int`): Token fed at block rows after the anchor.
         target_layer_ids (`list[int]`): Taps: 0-based target layers whose outputs are read; -1 is the embedding output.
         target_hidden_size (`int`, *optional*): Width of one tap. Defaults to `hidden_size`.
         num_target_layers (`int`, *optional*): Layers of the target that the drafter was trained for.
-        sample_from_anchor (`bool`): Layout A: row k of the block predicts position anchor+k+1.
+        sample_from_anchor (`bool`): Layout A (anchor first): row k of the block predicts position anchor+k+1. False
+            is layout F (filler): row k predicts anchor+k, and nothing is read from the anchor's own row.
         layout_source (`str`): How the layout was decided when the checkpoint was opened.
+        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer. Defaults to
+            full attention.
+        sliding_window (`int`, *optional*): Window of the sliding layers, in tokens.
+        sliding_window_from (`str`): Where the window begins. `"query"`: a row at position q sees q-window+1 and what
+            follows. `"anchor"`: every row sees the window's tokens before the anchor, and its own block.
+        causal_layer_types (`list[str]`, *optional*): Layer types in which a row sees no later row of its block.
+            Defaults to none.
+        has_attention_sinks (`bool`): Each head has a learned logit beside its keys' that draws attention to nothing.
         markov_rank (`int`): Rank of the sequential head; 0 for none.
         markov_head_type (`str`): `"vanilla"`, `"gated"` or `"rnn"`.
         enable_confidence_head (`bool`): Whether a confidence head exists.
         confidence_head_with_markov (`bool`): Whether it also reads the previous token's Markov embedding.
         confidence_temperatures (`list[float]`, *optional*): One temperature per block position that divides the
             confidence logit (sequential temperature scaling). `None` means 1.
-        own_embeddings (`bool`): Whether the drafter holds its own embedding and head. By default it borrows the
-            target's.
+        own_embeddings (`bool`): Whether the drafter holds its own embedding. By default it borrows the target's.
+        own_head (`bool`, *optional*): Whether it holds its own head. Defaults to `own_embeddings`.
+        raw_embedding (`bool`): Whether a borrowed embedding is read without the norm or scale that the target puts
+            behind its table.
 
     Raises:
         ValueError: a field, or a combination of fields, that no drafter can have.
@@ -137,12 +160,19 @@ class DSparkConfig(PreTrainedConfig):
     num_target_layers: int | None = None
     sample_from_anchor: bool = True
     layout_source: str = "canonical"
+    layer_types: list[str] = None  # type: ignore[assignment]
+    sliding_window: int | None = None
+    sliding_window_from: str = "query"
+    causal_layer_types: list[str] = None  # type: ignore[assignment]
+    has_attention_sinks: bool = False
     markov_rank: int = 0
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
     confidence_temperatures: list[float] | None = None
     own_embeddings: bool = False
+    own_head: bool = None  # type: ignore[assignment]
+    raw_embedding: bool = False
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -160,6 +190,12 @@ class DSparkConfig(PreTrainedConfig):
             self.target_hidden_size = self.hidden_size
         if self.target_layer_ids is None:
             self.target_layer_ids = [-1]
+        if self.layer_types is None:
+            self.layer_types = [FULL] * self.num_hidden_layers
+        if self.causal_layer_types is None:
+            self.causal_layer_types = []
+        if self.own_head is None:
+            self.own_head = self.own_embeddings
         if not self.rope_parameters:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
@@ -209,14 +245,47 @@ class DSparkConfig(PreTrainedConfig):
             problems.append(f"mask_token_id={self.mask_token_id} must lie in 0..{self.vocab_size - 1}")
         if self.draft_vocab_size > self.vocab_size:
             problems.append(f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}")
-        temperatures = self.confidence_temperatures
+        problems += self._attention_problems()
+        if self.num_draft_tokens < 1:
+            problems.append(f"block_size={self.block_size} must be at least 2 with sample_from_anchor=False")
+        temperatures, drafted = self.confidence_temperatures, max(self.num_draft_tokens, 0)
         if temperatures is not None and (
-            len(temperatures) != self.block_size
-            or not all(isinstance(t, (int, float)) and t > 0 for t in temperatures)
+            len(temperatures) != drafted or not all(isinstance(t, (int, float)) and t > 0 for t in temperatures)
         ):
-            problems.append(f"confidence_temperatures={temperatures} must hold {self.block_size} positive numbers")
+            problems.append(f"confidence_temperatures={temperatures} must hold {drafted} positive numbers")
         if problems:
             raise ValueError(f"DSparkConfig: {'; '.join(problems)}.")
+
+    def _attention_problems(self) -> list[str]:
+        kinds, problems = self.layer_types, []
+        if len(kinds) != self.num_hidden_layers or set(kinds) - {FULL, SLIDING}:
+            problems.append(f"layer_types={kinds} must name {FULL} or {SLIDING} for {self.num_hidden_layers} layers")
+        if SLIDING in kinds and (self.sliding_window or 0) < 1:
+            problems.append(
+                f"sliding_window={self.sliding_window} must be at least 1, since layer_types has {SLIDING}"
+            )
+        if self.sliding_window_from not in WINDOW_STARTS:
+            problems.append(f"sliding_window_from={self.sliding_window_from!r} must be one of {WINDOW_STARTS}")
+        if set(self.causal_layer_types) - {FULL, SLIDING}:
+            problems.append(f"causal_layer_types={self.causal_layer_types} must name only {FULL} and {SLIDING}")
+        if self.backbone_type == "gemma4" and SLIDING in kinds:
+            problems.append(f"layer_types={kinds} must be {FULL} throughout with backbone_type='gemma4'")
+        return problems
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that a block drafts, gamma: in layout F the anchor's row drafts none."""
+        return self.block_size - self.first_draft_row
+
+    @property
+    def first_draft_row(self) -> int:
+        """The block's first row that drafts a token."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def needs_masks(self) -> bool:
+        """Whether some layer does not show every row of a block all of the context and the block."""
+        return SLIDING in self.layer_types or bool(set(self.layer_types) & set(self.causal_layer_types))
 
     @property
     def num_taps(self) -> int:
@@ -229,4 +298,4 @@ class DSparkConfig(PreTrainedConfig):
         return self.draft_vocab_size < self.vocab_size
 
 
-__all__ = ["DSparkConfig", "mistyped"]
+__all__ = ["FULL", "SLIDING", "DSparkConfig", "mistyped"]

@@ -92,7 +92,7 @@ class DraftingOptions:
         Raises:
             ValueError: an option out of range, or a threshold for a drafter without a confidence head.
         """
-        gamma = drafter.config.block_size
+        gamma = drafter.config.num_draft_tokens
         beside = getattr(drafter, "generation_config", None)
         asked = [_given(name, generation_config, beside) for name in ("num_assistant_tokens", "max_verify_tokens")]
         for name, value in zip(("num_assistant_tokens", "max_verify_tokens"), asked, strict=True):

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedModel
 
 from .backbone_dspark import DSparkContext, DSparkLayer, DSparkRotaryEmbedding, KeysValues
+from .borrowed_dspark import Borrowed, few_rows_linear, misfits, offloaded
 from .configuration_dspark import DSparkConfig
 from .heads_dspark import DSparkConfidenceHead, DSparkMarkovHead
+from .masks_dspark import Masks, block_masks
 
 
 Select = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -31,7 +32,7 @@ KeepGoing = Callable[[int, "torch.Tensor | None", torch.Tensor], bool]
 @dataclass(frozen=True)
 class Proposal:
     """
-    One drafted block of `width <= gamma` tokens a row.
+    One drafted block of `width <= num_draft_tokens` tokens a row.
 
     Args:
         tokens (`torch.LongTensor` of shape `(rows, width)`): Drafted ids in the target's vocabulary.
@@ -44,34 +45,6 @@ class Proposal:
     tokens: torch.Tensor
     logits: torch.Tensor
     confidence: torch.Tensor | None
-
-
-@dataclass
-class _Borrowed:
-    """The target's embedding and head, by reference; a plain object so that they are neither submodules nor saved."""
-
-    embedding: nn.Embedding
-    embedding_scale: float
-    head: nn.Linear
-    logit_factor: float
-    softcap: float | None
-    rows: tuple[torch.Tensor, torch.Tensor | None] | None = None  # copied from the head for a reduced vocabulary
-    rows_of: tuple[Any, ...] = ()  # the state of the tensors that they were copied from
-
-    def head_tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The head's weight and bias as they are now; they may have been moved, cast, replaced or trained."""
-        return self.head.weight, getattr(self.head, "bias", None)
-
-    def head_rows(self, drafter: DSparkDrafter) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Those rows of [`head_tensors`] that the drafter can propose, copied again when the head has changed."""
-        weight, bias = self.head_tensors()
-        state = tuple(map(_state_of, (weight, bias, drafter.d2t)))
-        if self.rows is None or state != self.rows_of:
-            with torch.inference_mode(False):  # kept beyond this call, so it must serve training as well
-                ids = drafter.draft_vocabulary().to(weight.device)
-                self.rows = weight.detach()[ids], None if bias is None else bias.detach()[ids]
-            self.rows_of = state
-        return self.rows
 
 
 class DSparkDrafter(PreTrainedModel):
@@ -103,10 +76,6 @@ class DSparkDrafter(PreTrainedModel):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        if not config.sample_from_anchor:
-            raise NotImplementedError(
-                "sample_from_anchor=False (filler layout) is not supported yet; only anchor-first drafters run."
-            )
         self.fc = nn.Linear(config.num_taps * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
@@ -117,12 +86,10 @@ class DSparkDrafter(PreTrainedModel):
         self.markov_head = DSparkMarkovHead(config) if config.markov_rank else None
         self.confidence_head = DSparkConfidenceHead(config) if config.enable_confidence_head else None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embeddings else None
-        self.lm_head = (
-            nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_embeddings else None
-        )
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_head else None
         if config.has_reduced_vocabulary:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self._borrowed: _Borrowed | None = None
+        self._borrowed: Borrowed | None = None
         self.post_init()
 
     def check_target(self, target: PreTrainedModel) -> None:
@@ -131,25 +98,13 @@ class DSparkDrafter(PreTrainedModel):
             ValueError: the target's hidden size, vocabulary or depth is not what this drafter was made for, or its
                 embedding or head is offloaded and cannot be borrowed.
         """
-        text, ours = target.config.get_text_config(), self.config
-        wrong = []
-        if text.hidden_size != ours.target_hidden_size:
-            wrong.append(f"it reads taps of hidden size {ours.target_hidden_size}, the target has {text.hidden_size}")
-        if not ours.own_embeddings and text.hidden_size != ours.hidden_size:
-            wrong.append(f"its hidden size {ours.hidden_size} cannot borrow an embedding of size {text.hidden_size}")
-        if text.vocab_size != ours.vocab_size:
-            wrong.append(f"its vocabulary has {ours.vocab_size} tokens, the target's {text.vocab_size}")
-        if max(ours.target_layer_ids) >= text.num_hidden_layers:
-            wrong.append(
-                f"it taps layer {max(ours.target_layer_ids)}, the target's last is {text.num_hidden_layers - 1}"
-            )
+        wrong = misfits(self.config, target)
         if wrong:
             raise ValueError(
                 f"This drafter does not fit {type(target).__name__}: {'; '.join(wrong)}. Load the drafter that was "
                 "trained for this target, or train one with `dspark train`."
             )
-        parts = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
-        if not ours.own_embeddings and (away := [name for name, part in parts.items() if part.weight.is_meta]):
+        if away := offloaded(self.config, target):
             raise ValueError(
                 f"{type(target).__name__} has its {' and its '.join(away)} offloaded, where no drafter can borrow: "
                 "keep both on a device with `device_map`, or load the drafter with `own_embeddings=True` if its "
@@ -169,24 +124,14 @@ class DSparkDrafter(PreTrainedModel):
         if self._borrowed is not None and self._borrowed.embedding is embedding and self._borrowed.head is head:
             return self
         self.check_target(target)
-        text = target.config.get_text_config()
-        scale = getattr(text, "embedding_multiplier", 1.0) or 1.0
-        if text.model_type in ("gemma", "gemma2") and not hasattr(embedding, "embed_scale"):
-            scale = text.hidden_size**0.5  # these two scale in their forward, not in the embedding module
-        self._borrowed = _Borrowed(
-            embedding=embedding,
-            embedding_scale=scale,
-            head=head,
-            logit_factor=(getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0),
-            softcap=getattr(text, "final_logit_softcapping", None),
-        )
+        self._borrowed = Borrowed.of(target)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the target's parts behind; they are bound anew."""
         return self.__dict__ | {"_borrowed": None}
 
-    def _bound(self) -> _Borrowed:
+    def _bound(self) -> Borrowed:
         if self._borrowed is None:
             raise RuntimeError(
                 "This drafter borrows the target's embedding and head: call `drafter.bind_target(target)` first, or "
@@ -200,19 +145,19 @@ class DSparkDrafter(PreTrainedModel):
             states = self.embed_tokens(ids.to(self.device))
             # rounded to the table's dtype first, as the official code (and Gemma) does
             return states * torch.tensor(self.config.embedding_scale, dtype=states.dtype).item()
-        parts = self._bound()
-        states = parts.embedding(ids.to(parts.embedding.weight.device))
-        states = states if parts.embedding_scale == 1.0 else states * parts.embedding_scale
-        return states.to(self.device, self.dtype)
+        return self._bound().embed(ids, self.config.raw_embedding).to(self.device, self.dtype)
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Base logits `(..., draft_vocab_size)` of normed states `(..., hidden)`, with scale and softcap."""
         if self.lm_head is not None:
             return self._softcapped(self.lm_head(hidden), self.config.final_logit_softcapping)
         parts = self._bound()
-        reduced, size = self.config.has_reduced_vocabulary, self.config.draft_vocab_size
-        weight, bias = parts.head_rows(self) if reduced else parts.head_tensors()
-        logits = few_rows_linear(hidden.to(weight.device, weight.dtype), weight, bias)[..., :size]
+        if self.config.has_reduced_vocabulary:
+            weight, bias = parts.head_rows(self.draft_vocabulary, self.d2t)
+        else:
+            weight, bias = parts.head_tensors()
+        logits = few_rows_linear(hidden.to(weight.device, weight.dtype), weight, bias)
+        logits = logits[..., : self.config.draft_vocab_size]
         logits = logits if parts.logit_factor == 1.0 else logits * parts.logit_factor
         return self._softcapped(logits, parts.softcap).to(hidden.device)
 
@@ -252,13 +197,19 @@ class DSparkDrafter(PreTrainedModel):
         block_ids: torch.Tensor,
         position_ids: torch.Tensor,
         join: Callable[[int, torch.Tensor, torch.Tensor], KeysValues],
-        mask: torch.Tensor | None = None,
+        masks: Masks,
     ) -> torch.Tensor:
         states = self.embed(block_ids)
         cos_sin = self.rotary_emb(states, position_ids)
         for index, layer in enumerate(self.layers):
+            mask = masks[self.config.layer_types[index]]
             states = layer(states, cos_sin, functools.partial(join, index), mask)
         return self.norm(states)
+
+    def _masks(self, context: torch.Tensor, block: torch.Tensor, visible: torch.Tensor | None) -> Masks:
+        if not self.config.needs_masks:
+            return dict.fromkeys(self.config.layer_types, visible)
+        return block_masks(self.config, context.to(self.device), block.to(self.device), visible)
 
     def forward(
         self,
@@ -274,10 +225,12 @@ class DSparkDrafter(PreTrainedModel):
         Args:
             taps (`torch.FloatTensor` of shape `(rows, length, num_taps * target_hidden_size)`): Context.
             position_ids (`torch.LongTensor` of shape `(rows, length)`): Absolute positions of the context.
-            block_ids (`torch.LongTensor` of shape `(rows, queries)`): Anchors and mask tokens of the packed blocks.
+            block_ids (`torch.LongTensor` of shape `(rows, queries)`): Anchors and mask tokens of the packed blocks,
+                `block_size` for each.
             block_position_ids (`torch.LongTensor` of shape `(rows, queries)`): Their absolute positions.
             attention_mask (`torch.BoolTensor` of shape `(rows, 1, queries, length + queries)`, *optional*): True where
-                a query may look. `None` lets every query see everything.
+                a query may look: the context before its anchor, and its own block. Windows and causality of the layers
+                come on top. `None` lets every query see everything that its layer shows.
 
         Returns:
             `torch.FloatTensor` of shape `(rows, queries, hidden)`, after the final norm.
@@ -287,22 +240,32 @@ class DSparkDrafter(PreTrainedModel):
         def join(index: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             return torch.cat((context[index][0], keys), dim=2), torch.cat((context[index][1], values), dim=2)
 
-        return self._backbone(block_ids, block_position_ids, join, attention_mask)
+        return self._backbone(
+            block_ids, block_position_ids, join, self._masks(position_ids, block_position_ids, attention_mask)
+        )
 
     def new_context(self) -> DSparkContext:
         """An empty context for one call of a decoding loop."""
         return DSparkContext(len(self.layers))
 
-    def extend_context(self, context: DSparkContext, taps: torch.Tensor, position_ids: torch.Tensor) -> None:
+    def extend_context(
+        self,
+        context: DSparkContext,
+        taps: torch.Tensor,
+        position_ids: torch.Tensor,
+        keep: torch.Tensor | None = None,
+    ) -> None:
         """
         Commits tokens to the context.
 
         Args:
             taps (`torch.FloatTensor` of shape `(rows, n, num_taps * target_hidden_size)`): As in `target_layer_ids`.
             position_ids (`torch.LongTensor` of shape `(rows, n)`): Absolute positions, as the target counts them.
+            keep (`torch.BoolTensor` of shape `(rows, n)`, *optional*): False where a row commits fewer tokens than
+                others. Blocks never look at such an entry. `None` if all are tokens, which is quicker.
         """
         if taps.shape[1]:
-            context.append(self._context_keys_values(taps, position_ids))
+            context.append(self._context_keys_values(taps, position_ids), position_ids, keep)
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
         """A padded head can emit ids beyond the vocabulary; the drafter has no rows for them and reads mask tokens."""
@@ -311,12 +274,18 @@ class DSparkDrafter(PreTrainedModel):
     def block_states(
         self, anchor_ids: torch.Tensor, position_ids: torch.Tensor, context: DSparkContext
     ) -> torch.Tensor:
-        """States `(rows, gamma, hidden)` of one block behind the context; `(rows,)` anchors at `(rows,)` positions."""
-        gamma = self.config.block_size
-        block = anchor_ids.new_full((anchor_ids.shape[0], gamma), self.config.mask_token_id)
+        """
+        States `(rows, block_size, hidden)` of one block behind the context; `(rows,)` anchors at `(rows,)` positions.
+        """
+        size, visible = self.config.block_size, None
+        block = anchor_ids.new_full((anchor_ids.shape[0], size), self.config.mask_token_id)
         block[:, 0] = self._known(anchor_ids)
-        positions = position_ids[:, None] + torch.arange(gamma, device=position_ids.device)
-        return self._backbone(block, positions, context.stage)
+        positions = position_ids[:, None] + torch.arange(size, device=position_ids.device)
+        if context.has_gaps:
+            places = torch.cat((context.positions, positions.to(context.positions.device)), dim=1)
+            visible = (places >= 0)[:, None, None].to(self.device)
+        committed = context.positions if context.length else positions[:, :0]
+        return self._backbone(block, positions, context.stage, self._masks(committed, positions, visible))
 
     def propose(
         self,
@@ -335,14 +304,15 @@ class DSparkDrafter(PreTrainedModel):
             anchor_ids (`torch.LongTensor` of shape `(rows,)`): Last committed tokens; they are not in the context yet.
             position_ids (`torch.LongTensor` of shape `(rows,)`): Their absolute positions.
             context (`DSparkContext`): Committed tokens before the anchors.
-            width (`int`, *optional*): Tokens to draft, at most `block_size`. The block is always fed at full width.
+            width (`int`, *optional*): Tokens to draft, at most `num_draft_tokens`. The block is always fed whole.
             select (`Callable`, *optional*): `select(k, logits (rows, vocab_size), tokens (rows, k))` returns the ids
                 `(rows,)` of position k and the logits they were chosen from. Default: argmax.
             keep_going (`Callable`, *optional*): `keep_going(k, confidence (rows,) or None, tokens (rows, k))`, asked
                 before position k is chosen; False ends the block there, so a cut never depends on the token it drops.
         """
-        width = self.config.block_size if width is None else min(width, self.config.block_size)
-        hidden = self.block_states(anchor_ids, position_ids, context)[:, :width]
+        most, first = self.config.num_draft_tokens, self.config.first_draft_row
+        width = most if width is None else min(width, most)
+        hidden = self.block_states(anchor_ids, position_ids, context)[:, : first + width]
         return self.chain(anchor_ids, hidden, select=select, keep_going=keep_going)
 
     def chain(
@@ -353,10 +323,17 @@ class DSparkDrafter(PreTrainedModel):
         select: Select | None = None,
         keep_going: KeepGoing | None = None,
     ) -> Proposal:
-        """The sequential stage of [`~DSparkDrafter.propose`] over `(rows, width, hidden)` block states."""
+        """
+        The sequential stage of [`~DSparkDrafter.propose`] over the first `(rows, n, hidden)` states of blocks. The
+        anchor's row comes first; in layout F it drafts nothing, so `n - 1` tokens do.
+        """
         select = select or (lambda k, logits, tokens: (logits.argmax(dim=-1), logits))
-        base = self.unembed(hidden).float()
         previous, state = self._known(anchor_ids.to(self.device)), None
+        if not self.config.sample_from_anchor:
+            if self.markov_head is not None:  # a recurrent head reads the anchor's row as well
+                _, state = self.markov_head.features(self.markov_head.embed(previous), hidden[:, 0], None)
+            hidden = hidden[:, 1:]
+        base = self.unembed(hidden).float()
         tokens, logits, confidences = anchor_ids.new_empty(anchor_ids.shape[0], 0), [], []
         for k in range(hidden.shape[1]):
             embedded = None if self.markov_head is None else self.markov_head.embed(previous)
@@ -463,26 +440,6 @@ class DSparkDrafter(PreTrainedModel):
                 wrong.append(f"d2t does not lead to ascending target ids within 0..{size - 1}")
         if wrong:
             raise ValueError(f"Tensors of {path} do not match its configuration: {'; '.join(wrong)}.")
-
-
-def _state_of(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """What differs once a tensor has been moved, cast, replaced or written to; read without a device sync."""
-    if tensor is None:
-        return None
-    version = None if tensor.is_inference() else getattr(tensor, "_version", None)  # counts writes; autograd's own
-    return tensor.data_ptr(), version, tensor.shape, tensor.device, tensor.dtype
-
-
-def few_rows_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """
-    `F.linear` for a vocabulary-sized weight. For 2 to 16 rows of float32 on the CPU the product is formed the other
-    way round, which PyTorch's BLAS does two to four times faster there; the sums are the same up to rounding.
-    """
-    rows = states.numel() // states.shape[-1]
-    if states.device.type != "cpu" or states.dtype != torch.float32 or states.requires_grad or not 2 <= rows <= 16:
-        return F.linear(states, weight, bias)
-    logits = (weight @ states.reshape(rows, -1).t()).t().reshape(*states.shape[:-1], -1)
-    return logits if bias is None else logits + bias
 
 
 __all__ = ["DSparkContext", "DSparkDrafter", "Proposal"]

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .modeling_dspark import few_rows_linear
+from .borrowed_dspark import few_rows_linear
 
 
 class TargetTaps:
@@ -119,7 +119,7 @@ _users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 @contextmanager
 def few_rows_head(target: PreTrainedModel) -> Iterator[None]:
     """
-    Lets the target's head use [`~transformers_dspark.modeling_dspark.few_rows_linear`] while the context lasts: when
+    Lets the target's head use [`~transformers_dspark.borrowed_dspark.few_rows_linear`] while the context lasts: when
     a handful of tokens is checked on a CPU, a plain head would take half of the step. A head that is not a plain
     linear layer on the CPU, or whose forward someone else replaced, stays as it is.
     """

@@ -10,15 +10,16 @@ import torch
 @dataclass(frozen=True)
 class Blocks:
     """
-    Isolated blocks of `gamma` tokens after `num` anchors of each row, packed densely.
+    Isolated blocks of `block_size` rows after `num` anchors of each row, packed densely.
 
     Args:
         anchors (`torch.LongTensor` of shape `(rows, num)`): Positions of the anchors.
-        ids (`torch.LongTensor` of shape `(rows, num * gamma)`): Drafter input: each anchor's token, then mask tokens.
-        position_ids (`torch.LongTensor` of shape `(rows, num * gamma)`): Absolute positions of those.
-        previous (`torch.LongTensor` of shape `(rows, num, gamma)`): True token before each drafted one.
-        labels (`torch.LongTensor` of shape `(rows, num, gamma)`): True token at each drafted position.
-        valid (`torch.BoolTensor` of shape `(rows, num, gamma)`): False where there is nothing to learn.
+        ids (`torch.LongTensor` of shape `(rows, num * block_size)`): Drafter input: each anchor's token, then mask
+            tokens.
+        position_ids (`torch.LongTensor` of shape `(rows, num * block_size)`): Absolute positions of those.
+        previous (`torch.LongTensor` of shape `(rows, num, block_size)`): True token before each drafted one.
+        labels (`torch.LongTensor` of shape `(rows, num, block_size)`): True token at each drafted position.
+        valid (`torch.BoolTensor` of shape `(rows, num, block_size)`): False where there is nothing to learn.
     """
 
     anchors: torch.Tensor
@@ -63,6 +64,7 @@ def pack_blocks(
     keep: torch.Tensor,
     block_size: int,
     mask_token_id: int,
+    first_draft_row: int = 0,
 ) -> Blocks:
     """
     Builds the blocks behind given anchors.
@@ -71,19 +73,23 @@ def pack_blocks(
         input_ids (`torch.LongTensor` of shape `(rows, length)`): Sequences, padded on the right.
         loss_mask (`torch.Tensor` of shape `(rows, length)`): Nonzero at tokens to learn.
         anchors, keep (shape `(rows, num)`): See [`sample_anchors`].
-        block_size (`int`): gamma.
+        block_size (`int`): Rows of a block.
         mask_token_id (`int`): Input token of the rows after the anchor.
+        first_draft_row (`int`): Row of a block that predicts the token after the anchor: 0 in layout A, 1 in layout F,
+            where nothing is learned at row 0.
     """
     length = input_ids.shape[1]
     offsets = torch.arange(block_size, device=input_ids.device)
-    positions = anchors[..., None] + offsets  # (rows, num, gamma): the block's own rows, one before what they predict
-    targets = positions + 1
-    inside = (positions.clamp(max=length - 1).flatten(1), targets.clamp(max=length - 1).flatten(1))
+    positions = anchors[..., None] + offsets  # (rows, num, block_size): the block's own rows
+    targets = positions + 1 - first_draft_row
+    before = torch.maximum(targets - 1, anchors[..., None])
+    inside = (before.clamp(max=length - 1).flatten(1), targets.clamp(max=length - 1).flatten(1))
     previous, labels = (input_ids.gather(1, index).view_as(positions) for index in inside)
     learned = (loss_mask > 0).gather(1, inside[1]).view_as(positions) & (targets < length) & keep[..., None]
     ids = torch.full_like(positions, mask_token_id)
     ids[..., 0] = previous[..., 0]
-    valid = learned.long().cumprod(dim=-1).bool()  # nothing is learned behind a gap
+    valid = torch.zeros_like(learned)
+    valid[..., first_draft_row:] = learned[..., first_draft_row:].long().cumprod(dim=-1).bool()  # none behind a gap
     return Blocks(anchors, ids.flatten(1), positions.flatten(1), previous, labels, valid)
 
 

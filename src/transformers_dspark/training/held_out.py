@@ -30,26 +30,25 @@ def held_out_accepted_length(
     Returns:
         `GenerationStats`: What greedy decoding of these answers would report, each answer being a row; no times.
     """
-    gamma = drafter.config.block_size
+    config = drafter.config
+    gamma, first_row = config.num_draft_tokens, config.first_draft_row
     rows = []
     for row in range(len(sequences)):
         ids, mask = (t.to(drafter.device) for t in collate(sequences.pick(torch.tensor([row]).numpy())))
         start, length = int(sequences.starts[row]), ids.shape[1]
         if length < start + 2:  # the prefill alone gives an answer of one token
             continue
-        taps, _ = target_states(target, ids, drafter.config.target_layer_ids)
+        taps, _ = target_states(target, ids, config.target_layer_ids)
         matches = []
         for first in range(start, length - 1, anchors_at_once):
             anchors = torch.arange(first, min(first + anchors_at_once, length - 1), device=ids.device)[None]
-            blocks = pack_blocks(
-                ids, mask, anchors, torch.ones_like(anchors, dtype=torch.bool), gamma, drafter.config.mask_token_id
-            )
+            keep = torch.ones_like(anchors, dtype=torch.bool)
+            blocks = pack_blocks(ids, mask, anchors, keep, config.block_size, config.mask_token_id, first_row)
             positions = torch.arange(length, device=ids.device)[None]
             states = drafter(taps, positions, blocks.ids, blocks.position_ids, block_mask(blocks, length))
-            proposal = drafter.chain(blocks.previous[0, :, 0], states.view(anchors.shape[1], gamma, -1))
-            matches.append(
-                ((proposal.tokens == blocks.labels[0]) & blocks.valid[0]).long().cumprod(dim=-1).sum(dim=-1)
-            )
+            proposal = drafter.chain(blocks.previous[0, :, 0], states.view(anchors.shape[1], config.block_size, -1))
+            labels, valid = blocks.labels[0, :, first_row:], blocks.valid[0, :, first_row:]
+            matches.append(((proposal.tokens == labels) & valid).long().cumprod(dim=-1).sum(dim=-1))
         accepted = torch.cat(matches).tolist()
         stats, place = GenerationStats(), 0
         while place < len(accepted):

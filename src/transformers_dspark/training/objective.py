@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from ..modeling_dspark import DSparkDrafter
 from .anchors import Blocks, block_mask
@@ -74,10 +75,12 @@ class Objective:
         by_block = leaf.view(-1, gamma, leaf.shape[-1])
         valid, labels, previous = (t.flatten(0, 1) for t in (blocks.valid, blocks.labels, blocks.previous))
         used = valid.any(dim=-1).nonzero().squeeze(1)
-        weights = valid * self.weights.positions(gamma, valid.device)
+        first_row = self.drafter.config.first_draft_row
+        weights = valid * F.pad(self.weights.positions(gamma - first_row, valid.device), (first_row, 0))
         denominator = weights.sum()
         sums = torch.zeros(4, device=taps.device)
-        index = blocks.position_ids.clamp(max=length - 1).view(rows, -1, 1)
+        # the target's state one before what a row predicts
+        index = (blocks.position_ids - first_row).clamp(0, length - 1).view(rows, -1, 1)
         aligned = last_hidden.gather(1, index.expand(-1, -1, last_hidden.shape[-1])).view(
             -1, gamma, last_hidden.shape[-1]
         )
