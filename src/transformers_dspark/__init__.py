@@ -18,22 +18,26 @@ __version__ = "0.1.0"
 
 # public name -> the module that defines it
 _EXPORTS = {
+    "ConfidenceCalibration": "calibration",
     "DSparkCandidateGenerator": "candidates",
     "DSparkConfig": "configuration_dspark",
     "DSparkDrafter": "modeling_dspark",
     "DSparkGenerateOutput": "telemetry",
     "DSparkGenerationConfig": "generation_config",
     "GenerationStats": "telemetry",
+    "StepCostTable": "step_costs",
     "generate": "slot",
 }
 
 __all__ = [
+    "ConfidenceCalibration",
     "DSparkCandidateGenerator",
     "DSparkConfig",
     "DSparkDrafter",
     "DSparkGenerateOutput",
     "DSparkGenerationConfig",
     "GenerationStats",
+    "StepCostTable",
     "__version__",
     "generate",
     "register",
@@ -41,11 +45,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .calibration import ConfidenceCalibration
     from .candidates import DSparkCandidateGenerator
     from .configuration_dspark import DSparkConfig
     from .generation_config import DSparkGenerationConfig
     from .modeling_dspark import DSparkDrafter
     from .slot import generate
+    from .step_costs import StepCostTable
     from .telemetry import DSparkGenerateOutput, GenerationStats
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,6 +14,10 @@ from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
+
+from .environment import environment
+from .modeling_dspark import DSparkDrafter
+from .profiling import time_drafts, time_steps
 
 
 FORMAT = "dspark-step-costs"
@@ -143,6 +147,54 @@ class StepCostTable:
             xs, ys = np.array(measured, dtype=np.float64).T
             seconds[1:] = _read(xs, ys, np.arange(1.0, rows + 1))
         return seconds
+
+    @classmethod
+    def profile(
+        cls,
+        target: PreTrainedModel,
+        drafter: DSparkDrafter | None = None,
+        *,
+        rows: Sequence[int] = (1, 4, 16),
+        tokens_per_row: Sequence[int] = (1, 2, 4, 8),
+        context: Sequence[int] = (64, 512),
+        samples: int = 7,
+        command: Sequence[str] = (),
+        progress: Callable[[], None] = lambda: None,
+    ) -> StepCostTable:
+        """
+        Measures a target, and a drafter's blocks, on this machine.
+
+        Args:
+            target (`PreTrainedModel`): On the device and in the dtype that will be used.
+            drafter (`DSparkDrafter`, *optional*): Its drafter; it is bound to the target.
+            rows, tokens_per_row, context (`Sequence[int]`): Every combination is measured. One token a row is the
+                plain step, against which drafting is judged.
+            samples (`int`): Timed forwards of each combination; their median counts.
+            command (`Sequence[str]`): The words that asked for it, for the record.
+            progress (`Callable`): Called after each combination.
+
+        Raises:
+            ValueError: a number below 1, more positions than the target knows, or a drafter of another target.
+        """
+
+        def summary(seconds: list[float]) -> tuple[float, float]:
+            low, median, high = np.quantile(seconds, (0.25, 0.5, 0.75))
+            progress()
+            return float(median), float((high - low) / median)
+
+        drafts, steps = [], []
+        if drafter is not None:
+            middle = sorted(context)[len(context) // 2]
+            for count, seconds in time_drafts(target, drafter, rows, middle, samples):
+                drafts.append(DraftCost(count, *summary(seconds)))
+        for count, tokens, length, seconds in time_steps(target, rows, tokens_per_row, context, samples):
+            steps.append(StepCost(count, tokens, length, *summary(seconds)))
+        return cls(
+            steps=tuple(steps),
+            drafts=tuple(drafts),
+            target=target_facts(target),
+            measured=environment(target.device, command),
+        )
 
     @property
     def unstable(self) -> list[StepCost | DraftCost]:
