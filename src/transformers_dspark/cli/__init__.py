@@ -25,7 +25,7 @@ from .. import __version__
 if TYPE_CHECKING:
     import torch
 
-COMMANDS: tuple[str, ...] = ("demo", "eval", "data", "train")
+COMMANDS: tuple[str, ...] = ("demo", "eval", "profile", "data", "train")
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -78,10 +78,10 @@ valid_text = _checked(str, _is_text, "text in UTF-8, one character or more")
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """Adds the option `--json FILE` that every subcommand has; `write_json` writes there."""
-    parser.add_argument("--json", type=_json_file, metavar="FILE", help="also write the result to FILE as JSON")
+    parser.add_argument("--json", type=json_file, metavar="FILE", help="also write the result to FILE as JSON")
 
 
-def _json_file(name: str) -> Path:
+def json_file(name: str) -> Path:
     """Refuses what cannot be written before the work whose result it would hold."""
     path = Path(name)
     if not path.parent.is_dir():

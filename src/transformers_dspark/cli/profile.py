@@ -1,0 +1,111 @@
+"""`dspark profile`: what a step of a target costs on this machine, for the scheduler of verification."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from . import UsageError, add_json_option, device_of, json_file, positive_int, write_json
+from .pair import add_pair_options
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..step_costs import StepCostTable
+
+HELP = "measure what a step of a target costs on this machine, and write the table that schedules verification"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=json_file, required=True, metavar="FILE", help="the table, as JSON")
+    for option, default, words in (
+        ("--rows", [1, 4, 16], "rows in a step"),
+        ("--tokens", [1, 2, 4, 8], "tokens that each row sends; 1 is the plain step"),
+        ("--context", [64, 512], "tokens that each row holds already"),
+    ):
+        parser.add_argument(
+            option,
+            type=positive_int,
+            nargs="+",
+            default=default,
+            metavar="N",
+            help=f"{words} (default: {' '.join(map(str, default))})",
+        )
+    parser.add_argument(
+        "--samples", type=positive_int, default=7, metavar="N", help="timed steps of each kind (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="(default: float32 on the CPU, bfloat16 elsewhere)")
+    add_pair_options(parser)
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if 1 not in args.tokens:
+        raise UsageError(f"--tokens {' '.join(map(str, args.tokens))} lacks the plain step: give 1 as well.")
+    device = device_of(args.device)
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from ..evaluation.real_pair import fetch_target, find_drafter
+    from ..modeling_dspark import DSparkDrafter
+    from ..step_costs import StepCostTable
+
+    logging.disable_progress_bar()
+    dtype = getattr(torch, args.dtype) if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    drafter = None
+    # a target of the user's own needs no drafter to be measured; the demo's target brings one
+    if args.drafter or not args.target:
+        found = find_drafter(args.drafter)
+        drafter = DSparkDrafter.from_pretrained(found, dtype=dtype).to(device).eval()
+    name = args.target or str(fetch_target())
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    rows, tokens, context = (sorted(set(values)) for values in (args.rows, args.tokens, args.context))
+    with Progress(transient=True) as progress:
+        kinds = len(rows) * (len(tokens) * len(context) + (drafter is not None))
+        task = progress.add_task("measuring", total=kinds)
+        table = StepCostTable.profile(
+            target,
+            drafter,
+            rows=rows,
+            tokens_per_row=tokens,
+            context=context,
+            samples=args.samples,
+            command=args.words,
+            progress=lambda: progress.advance(task),
+        )
+    table.save(args.out)
+    console = Console()
+    for length in context:
+        console.print(_shown(table, length))
+    if table.unstable:
+        console.print(
+            f"? {len(table.unstable)} of {len(table.steps) + len(table.drafts)} kinds varied by more than a fifth: "
+            "something else was running; measure again when the machine is quiet.",
+            style="yellow",
+        )
+    console.print(f"Written to {args.out}", soft_wrap=True)
+    write_json(args.json, table.to_dict())
+    return 0
+
+
+def _shown(table: StepCostTable, context: int) -> Table:
+    """Milliseconds by rows and tokens a row; a question mark where the samples vary."""
+    from rich.table import Table
+
+    steps = {(cost.rows, cost.tokens // cost.rows): cost for cost in table.steps if cost.context == context}
+    drafts = {cost.rows: cost for cost in table.drafts}
+    widths = sorted({width for _, width in steps})
+    shown = Table(title=f"Milliseconds, context {context}", title_justify="left")
+    for heading in ("rows", *(f"{width} a row" for width in widths), *(["draft"] if drafts else [])):
+        shown.add_column(heading, justify="right")
+    for rows in sorted({rows for rows, _ in steps}):
+        costs = [steps[rows, width] for width in widths] + ([drafts[rows]] if drafts else [])
+        marks = ["?" if cost in table.unstable else "" for cost in costs]
+        values = (f"{1000 * cost.seconds:.1f}{mark}" for cost, mark in zip(costs, marks, strict=True))
+        shown.add_row(str(rows), *values)
+    return shown
