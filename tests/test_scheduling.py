@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformers_dspark.scheduling import (
     DraftGate,
@@ -163,6 +164,21 @@ def test_threshold_cuts_before_the_first_low_confidence() -> None:
     confidence = torch.tensor([[0.9, 0.4, 0.9], [0.3, 0.9, 0.9], [0.9, float("nan"), 0.5]])
     assert threshold_caps(confidence, 0.5).tolist() == [1, 0, 3]
     assert threshold_caps(confidence, 0.0).tolist() == [3, 3, 3]
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """On tensors without data, the attempt to read a value on the host raises."""
+    with FakeTensorMode():
+        confidence, caps, cost = torch.rand(3, 4), torch.full((3,), 2), torch.ones(13)
+        alive = survival(confidence)
+        for lengths in (
+            threshold_caps(confidence, 0.5),
+            causal_lengths(alive, cost, caps),
+            top_k_lengths(alive, budget(alive, cost, caps), caps),
+        ):
+            assert lengths.shape == (3,)
+        with pytest.raises(Exception, match="data"):
+            int(lengths[0])
 
 
 def test_a_short_cost_is_refused() -> None:

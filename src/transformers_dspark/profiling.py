@@ -60,7 +60,9 @@ def time_steps(
                     ids = some_ids(count, width)
 
                     def restore(cache: DynamicCache = cache) -> DynamicCache:
-                        return copy.deepcopy(cache)
+                        held = copy.copy(cache)  # a step gives layers new tensors, so the old ones serve again
+                        held.layers = [copy.copy(layer) for layer in cache.layers]
+                        return held
 
                     def step(held: DynamicCache, ids: torch.Tensor = ids) -> None:
                         target(ids, cache=held, use_cache=True)

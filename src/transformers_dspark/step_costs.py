@@ -25,6 +25,7 @@ UNSTABLE = 0.2  # relative spread of a cell's samples from which a table says th
 
 # Shares of a round's surprise that the whole table and the nearest cell take over in `refreshed`.
 TABLE_SHARE, CELL_SHARE = 1 / 16, 1 / 8
+NEGLIGIBLE = 0.02
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,7 @@ class StepCostTable:
         Returns:
             `float`, or a float64 `np.ndarray` of the shape of `tokens`.
         """
-        total = np.asarray(tokens, dtype=np.float64)
-        if self.staircase:
-            tiers = self._tiers
-            total = np.where(total > tiers[-1], total, tiers[np.minimum(tiers.searchsorted(total), len(tiers) - 1)])
+        total = self._computed(tokens)
         low, high, weight = _bracket(self._contexts, context, beyond=True)
         seconds = self._sheets[low].read(rows, total)
         if high != low:  # a longer context is never cheaper; noise may say otherwise
@@ -207,14 +205,16 @@ class StepCostTable:
 
         Machines are shared, and what was measured once drifts. The whole table moves a little towards the new
         measurement and the nearest measured point a little more; no single measurement counts for more than a factor
-        of two. Costs next to nothing, so that a loop can call it every round.
+        of two, and one within 2 % of what was expected changes nothing. Fast enough to be called every round.
 
         Args:
             rows, tokens, context: Of the step, as for [`~StepCostTable.predict`].
             seconds (`float`): What it took, above 0.
         """
         surprise = _surprise(seconds, self.predict(rows, tokens, context))
-        point = np.log([rows, tokens, context + 1])
+        if abs(surprise) < NEGLIGIBLE:
+            return self
+        point = np.log([rows, float(self._computed(tokens)), context + 1])
         distances = ((self._points - point) ** 2).sum(axis=1)
         shares = np.full(len(self.steps), TABLE_SHARE)
         shares[int(distances.argmin())] += CELL_SHARE
@@ -302,6 +302,13 @@ class StepCostTable:
                 f"{os.fspath(path)} is no table of step costs ({type(error).__name__}: {error}); write one with "
                 "`dspark profile`."
             ) from error
+
+    def _computed(self, tokens: Any) -> np.ndarray:
+        """Tokens that a step over these computes: on a staircase up to the next tier."""
+        total, tiers = np.asarray(tokens, dtype=np.float64), self._tiers
+        if not self.staircase:
+            return total
+        return np.where(total > tiers[-1], total, tiers[np.minimum(tiers.searchsorted(total), len(tiers) - 1)])
 
     @property
     def _costs(self) -> list[StepCost | DraftCost]:
