@@ -1,5 +1,6 @@
 """The target's own answers: slots that refill must not change a single token."""
 
+import copy
 import itertools
 import json
 
@@ -15,6 +16,8 @@ from transformers_dspark.cli import main
 from transformers_dspark.training import answers as answers_module
 from transformers_dspark.training.answers import INDEX_NAME, Answer, AnswerWriter, read_answers, read_index
 from transformers_dspark.training.on_policy import AnswerOptions, generate_answers, prompt_noise
+from transformers_dspark.training.prompts import read_prompts
+from transformers_dspark.training.self_prompts import before_user, self_prompts
 from transformers_dspark.training.slots import LOOP_TOKENS, Request, SlotDecoder, draw, hashed_uniforms
 
 
@@ -353,3 +356,57 @@ def test_other_settings_are_refused(tmp_path, tokenizer):
     generate_answers(tiny("llama"), tokenizer, [["a"]], writer, OPTIONS)
     with pytest.raises(ValueError, match="other settings"):
         AnswerWriter(tmp_path, {"seed": 6}, 258)
+
+
+def chatty():
+    """A tiny target that ends what it says now and then, and speaks in letters."""
+    target = tiny("llama")
+    allowed = torch.full((258,), float("-inf"))
+    allowed[2:96] = 0.0  # printable ASCII
+    allowed[1] = 2.0
+    target.lm_head.register_forward_hook(lambda head, args, logits: logits + allowed)
+    return target
+
+
+def test_prompts_that_the_target_writes_itself(tokenizer):
+    target = chatty()
+    start = before_user(tokenizer)
+    assert tokenizer.decode(start) == "<|im_start|>user\n"
+    first, again, fewer_slots = (
+        list(itertools.islice(self_prompts(target, tokenizer, seed=3, slots=slots, most_tokens=48), 12))
+        for slots in (16, 16, 4)
+    )
+    assert first == again
+    texts = {text for (text,) in first}
+    assert len(texts) > 6
+    assert all(len(text) >= 8 and "<|im" not in text for text in texts)
+    assert texts & {text for (text,) in fewer_slots}  # the same draws, finished in another order
+    other = list(itertools.islice(self_prompts(target, tokenizer, seed=4, slots=16, most_tokens=48), 12))
+    assert not texts & {text for (text,) in other}
+
+
+def test_a_template_without_the_users_words_is_refused(tokenizer):
+    hidden = copy.deepcopy(tokenizer)
+    hidden.chat_template = "{% for m in messages %}{{ m['content'] | upper | reverse | list | length }}{% endfor %}"
+    with pytest.raises(ValueError, match="chat template"):
+        before_user(hidden)
+
+
+def test_the_command_for_prompts_from_the_target(tmp_path, tokenizer, capsys):
+    tiny("llama").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    words = [
+        "data",
+        "prompts",
+        "--from-target",
+        f"{tmp_path}/target",
+        "--slots",
+        "8",
+        "--count",
+        "6",
+        "--device",
+        "cpu",
+    ]
+    assert main([*words, "--out", f"{tmp_path}/p.jsonl.gz"]) == 0
+    assert len(read_prompts(tmp_path / "p.jsonl.gz")) == 6
+    assert "6  self" in capsys.readouterr().out

@@ -14,6 +14,8 @@ from . import UsageError, add_json_option, device_of, path_or_id, positive_float
 
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from ..training.on_policy import AnswerProgress
 
 HELP = "make a drafter's training text: prompts, and the target's answers to them"
@@ -38,6 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--exclude", type=Path, metavar="DIR", help="evaluation prompts (.jsonl) whose 13-grams must not occur"
     )
+    prompts.add_argument(
+        "--from-target",
+        type=path_or_id,
+        metavar="PATH",
+        help="let this target, a folder or a hub id, write the prompts itself instead",
+    )
+    prompts.add_argument(
+        "--slots",
+        type=positive_int,
+        default=2048,
+        metavar="N",
+        help="drawn together with --from-target (%(default)s)",
+    )
+    prompts.add_argument("--device", metavar="NAME", help="with --from-target: cuda, cuda:1, cpu")
     add_json_option(prompts)
 
     answers = steps.add_parser("answers", help="let the target answer a file of prompts")
@@ -69,9 +85,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> int:
-    from ..training.prompts import build_prompts, write_prompts
+    from ..training.prompts import SOURCES, Source, build_prompts, write_prompts
 
-    built = build_prompts(args.count, args.seed, args.sources, args.exclude, say=print)
+    kinds = SOURCES
+    if args.from_target:
+        from ..training.self_prompts import self_prompts
+
+        target, tokenizer = _chat_model(args.from_target, args.device)
+        kinds = (Source("self", 1.0, lambda rng: self_prompts(target, tokenizer, args.seed, args.slots)),)
+    built = build_prompts(args.count, args.seed, args.sources, args.exclude, say=print, kinds=kinds)
     write_prompts(args.out, built.prompts)
     for source, count in sorted(built.counts.items()):
         print(f"{count:8,d}  {source}")
@@ -80,22 +102,27 @@ def _prompts(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answers(args: argparse.Namespace) -> int:
+def _chat_model(path: str, device_name: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A target with its tokenizer, in bfloat16 where there is a GPU."""
+    device = device_of(device_name)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if not tokenizer.chat_template:
+        raise UsageError(f"{path} has no chat template; that needs a chat model")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device), tokenizer
+
+
+def _answers(args: argparse.Namespace) -> int:
     from ..training.answers import AnswerWriter
     from ..training.on_policy import AnswerOptions, generate_answers
     from ..training.prompts import read_prompts
 
     options = AnswerOptions(args.slots, args.capacity, max_seconds=args.max_seconds, seed=args.seed)
     prompts = read_prompts(args.prompts, args.limit)
-    device = device_of(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    if not tokenizer.chat_template:
-        raise UsageError(f"{args.target} has no chat template; answers need a chat model")
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device)
+    target, tokenizer = _chat_model(args.target, args.device)
     facts = {
         "target": Path(args.target).name,
         "prompts_sha256": hashlib.sha256(args.prompts.read_bytes()).hexdigest(),

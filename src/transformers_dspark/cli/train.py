@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument(
         "--max-length", type=positive_int, default=1024, help="longer answers are cut (default: %(default)s)"
     )
+    budget.add_argument(
+        "--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for matrices (default: %(default)s)"
+    )
     budget.add_argument("--learning-rate", type=positive_float, default=6e-4, help="peak (default: %(default)s)")
     budget.add_argument("--held-out", type=int, default=256, help="greedy answers kept aside (default: %(default)s)")
     budget.add_argument("--evaluations", type=positive_int, default=5, help="accepted-length figures over the run")
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         tokens_per_batch=args.tokens_per_batch,
         anchors=args.anchors,
         max_length=args.max_length,
+        optimizer=args.optimizer,
         learning_rate=args.learning_rate,
         held_out=args.held_out,
         evaluations=args.evaluations,

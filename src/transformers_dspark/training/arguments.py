@@ -47,6 +47,7 @@ class TrainArguments:
         tokens_per_batch (`int`): Padded tokens of context a step.
         anchors (`int`): Anchors a sequence.
         max_length (`int`): Longer answers are cut.
+        optimizer (`str`): `"adamw"`, or `"muon"` for the backbone's matrices and AdamW for the rest.
         learning_rate, warmup, final_rate (`float`): Peak rate, share of the budget spent warming up, and the share of
             the peak that is left at the end of the cosine.
         clip (`float`): Largest gradient norm.
@@ -65,6 +66,7 @@ class TrainArguments:
     tokens_per_batch: int = 32768
     anchors: int = 64
     max_length: int = 1024
+    optimizer: str = "adamw"
     learning_rate: float = 6e-4
     warmup: float = 0.04
     final_rate: float = 0.02
@@ -82,6 +84,8 @@ class TrainArguments:
         wrong += [f"{name}={value} must be finite" for name, value in given.items() if value == math.inf]
         if not 0 <= self.seed < 2**63:
             wrong.append(f"seed={self.seed} must lie in 0..2**63-1")
+        if self.optimizer not in ("adamw", "muon"):
+            wrong.append(f"optimizer={self.optimizer!r} must be 'adamw' or 'muon'")
         if self.max_length < 2:
             wrong.append(f"max_length={self.max_length} must be at least 2")
         if self.held_out < 0:

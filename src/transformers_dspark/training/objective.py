@@ -33,7 +33,8 @@ class Objective:
     Args:
         drafter (`DSparkDrafter`): Bound to its target.
         weights (`LossWeights`): Loss weights and position decay.
-        blocks_per_chunk (`int`): Blocks whose logits exist at one time.
+        blocks_per_chunk (`int`, *optional*): Blocks whose logits exist at one time; by default as many as a quarter of
+            the free memory holds on CUDA, where few large chunks are much quicker.
         sums (`Callable`): [`loss_sums`] or a compiled form of it.
     """
 
@@ -41,16 +42,13 @@ class Objective:
         self,
         drafter: DSparkDrafter,
         weights: LossWeights | None = None,
-        blocks_per_chunk: int = 1024,
+        blocks_per_chunk: int | None = None,
         sums: Callable[..., LossSums] = loss_sums,
     ) -> None:
-        self.drafter, self.weights, self.blocks_per_chunk, self.sums = (
-            drafter,
-            weights or LossWeights(),
-            blocks_per_chunk,
-            sums,
-        )
+        self.drafter, self.weights, self.sums = drafter, weights or LossWeights(), sums
         config = drafter.config
+        logits = config.block_size * (config.vocab_size + config.draft_vocab_size)
+        self.blocks_per_chunk = blocks_per_chunk or _blocks_per_chunk(drafter.device, logits)
         self.draft_ids: torch.Tensor | None = None
         if config.has_reduced_vocabulary:
             self.draft_ids = drafter.draft_vocabulary()
@@ -127,3 +125,12 @@ class Objective:
             self.draft_ids,
             in_draft,
         )
+
+
+def _blocks_per_chunk(device: torch.device, logits: int) -> int:
+    """How many blocks of so many logits to work on at a time."""
+    if device.type != "cuda":
+        return 1024
+    free, _ = torch.cuda.mem_get_info(device)
+    # a logit takes two bytes and lives on in float32 and as gradient
+    return max(64, min(4096, free // 4 // (12 * logits)))

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..attention import use_ragged_attention
 from ..generation_config import eos_ids
 from .answers import Answer, AnswerWriter
-from .slots import Request, SlotDecoder
+from .slots import Decoded, Request, SlotDecoder, decoded
 
 
 TEMPERATURES = ((0.0, 0.5), (0.7, 0.25), (1.0, 0.25))  # temperature and its share of the prompts
@@ -107,7 +107,7 @@ class _Conversations:
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.options = options
-        self.skipped = 0
+        self.skipped = self.given = 0
         self._todo = [i for i in range(len(prompts)) if (i, 0) not in done]
         self._followups: deque[Request] = deque()
         self._messages: dict[int, list[dict[str, str]]] = {}  # of prompts with turns still to come
@@ -145,6 +145,7 @@ class _Conversations:
             if request is None:
                 break
             taken.append(request)
+        self.given += len(taken)
         return taken
 
     def answered(self, request: Request, answer: np.ndarray) -> None:
@@ -192,57 +193,42 @@ def generate_answers(
     conversations = _Conversations(prompts, tokenizer, options, writer.done)
     eos = eos_ids(target.generation_config, target.config.get_text_config(decoder=True), tokenizer)
     progress = AnswerProgress()
+    cut = False
     began = last_report = time.monotonic()
     last_tokens = 0
-    occupied: dict[int, Request] = {}
 
-    def keep(rows: list[int], counts: np.ndarray, looping: np.ndarray, cut: bool) -> None:
-        for row, answer in zip(rows, decoder.take(rows, counts), strict=True):
-            request = occupied.pop(row)
-            if not len(answer):
-                continue
-            if int(answer[-1]) in eos:
-                finish = "eos"
-            else:
-                finish = "loop" if looping[row] else "cut" if cut else "length"
-            ids = np.concatenate([np.asarray(request.ids, dtype=np.int64), answer])
-            writer.add(Answer(*request.key, ids, len(request.ids), request.temperature, finish))
-            progress.answers += 1
-            progress.tokens += len(answer)
-            if not cut:
-                conversations.answered(request, answer)
+    def keep(answer: Decoded) -> None:
+        if not len(answer.ids):
+            return
+        if int(answer.ids[-1]) in eos:
+            finish = "eos"
+        else:
+            finish = "loop" if answer.looping else "cut" if answer.cut else "length"
+        request = answer.request
+        ids = np.concatenate([np.asarray(request.ids, dtype=np.int64), answer.ids])
+        writer.add(Answer(*request.key, ids, len(request.ids), request.temperature, finish))
+        progress.answers += 1
+        progress.tokens += len(answer.ids)
+        if not answer.cut:
+            conversations.answered(request, answer.ids)
 
     training = target.training
     target.eval()
     try:
         with use_ragged_attention(target):
             decoder = SlotDecoder(target, options.slots, options.capacity, eos)
-            while True:
-                free = [row for row in range(options.slots) if row not in occupied]
-                requests = conversations.take(len(free))
-                if requests:
-                    rows = free[: len(requests)]
-                    decoder.fill(rows, requests)
-                    occupied.update(zip(rows, requests, strict=True))
-                if not occupied:
-                    progress.exhausted = True
-                    break
-                decoder.run(options.check_every)
-                active, counts, looping = decoder.read()
-                keep([row for row in occupied if not active[row]], counts, looping, cut=False)
-
-                now = time.monotonic()
-                running_tokens = progress.tokens + int(counts[list(occupied)].sum())
-                out_of_time = options.max_seconds is not None and now - began > options.max_seconds
-                if out_of_time:
-                    keep(list(occupied), counts, looping, cut=True)
-                    break
+            for done, running_tokens in decoded(decoder, conversations.take, options.check_every, options.max_seconds):
+                for answer in done:
+                    keep(answer)
+                cut |= any(answer.cut for answer in done)
+                now, tokens = time.monotonic(), progress.tokens + running_tokens
                 if report is not None and now - last_report > report_every:
-                    progress.seconds, progress.running = now - began, len(occupied)
+                    progress.seconds, progress.running = now - began, conversations.given - progress.answers
                     progress.skipped = conversations.skipped
-                    progress.recent_rate = (running_tokens - last_tokens) / (now - last_report)
-                    last_report, last_tokens = now, running_tokens
+                    progress.recent_rate = (tokens - last_tokens) / (now - last_report)
+                    last_report, last_tokens = now, tokens
                     report(progress)
+            progress.exhausted = not cut and not conversations.take(1)
     finally:  # also when interrupted: what is answered is kept
         target.train(training)
         writer.flush()

@@ -15,7 +15,7 @@ import random
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -115,6 +115,7 @@ def build_prompts(
     sources: Path | None = None,
     exclude: Path | None = None,
     say: Callable[[str], Any] = lambda message: None,
+    kinds: Sequence[Source] = SOURCES,
 ) -> BuiltPrompts:
     """
     Builds distinct prompts in a random order.
@@ -125,6 +126,7 @@ def build_prompts(
         sources (`Path`, *optional*): Folder that the sources with an `install` hint read.
         exclude (`Path`, *optional*): Folder of evaluation prompts, see [`Decontaminator`].
         say (`Callable`, *optional*): Receives a message for each source that gave less than its share.
+        kinds (`Sequence[Source]`): Where prompts come from; the last makes up for the others.
 
     Raises:
         ValueError: `count` is not positive, or the folder of evaluation prompts is empty.
@@ -136,9 +138,9 @@ def build_prompts(
     prompts: list[dict[str, Any]] = []
     counts: dict[str, int] = {}
     dropped = 0
-    for position, source in enumerate(SOURCES):
+    for position, source in enumerate(kinds):
         rng = random.Random(f"{seed}/{source.name}")
-        last = position == len(SOURCES) - 1
+        last = position == len(kinds) - 1
         wanted = count - len(prompts) if last else round(count * source.share)
         if source.install is None:
             stream = source.generate(rng)

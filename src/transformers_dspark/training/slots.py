@@ -11,7 +11,8 @@ the cumulative distribution at a uniform number hashed from (seed, k).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -266,3 +267,55 @@ class SlotDecoder:
             logger.warning("the decode step runs without a CUDA graph: %s", error)
         self.active.copy_(saved)
         self.repeats.zero_()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What came of a request: its new tokens, and whether it was stopped for repeating itself or for lack of time."""
+
+    request: Request
+    ids: np.ndarray
+    looping: bool
+    cut: bool
+
+
+def decoded(
+    decoder: SlotDecoder,
+    take: Callable[[int], list[Request]],
+    check_every: int = 32,
+    max_seconds: float | None = None,
+) -> Iterator[tuple[list[Decoded], int]]:
+    """
+    Keeps all slots busy until there is nothing left to do.
+
+    Args:
+        decoder ([`SlotDecoder`]): The slots.
+        take (`Callable`): Given a number of free slots, returns at most as many requests; none means that nothing is
+            left, unless what comes out brings new ones.
+        check_every (`int`): Steps between two looks at the flags.
+        max_seconds (`float`, *optional*): Stop after so long; what is unfinished comes out as it stands.
+
+    Yields:
+        `tuple[list[Decoded], int]`: At every look, what has finished, and the tokens of what has not.
+    """
+    began = time.monotonic()
+    occupied: dict[int, Request] = {}
+    while True:
+        free = [row for row in range(decoder.slots) if row not in occupied]
+        requests = take(len(free))
+        if requests:
+            decoder.fill(free[: len(requests)], requests)
+            occupied.update(zip(free, requests, strict=False))
+        if not occupied:
+            return
+        decoder.run(check_every)
+        active, counts, looping = decoder.read()
+        late = max_seconds is not None and time.monotonic() - began > max_seconds
+        rows = [row for row in occupied if late or not active[row]]
+        done = [
+            Decoded(occupied.pop(row), ids, bool(looping[row]), bool(active[row]))
+            for row, ids in zip(rows, decoder.take(rows, counts), strict=True)
+        ]
+        yield done, int(counts[list(occupied)].sum())
+        if late:
+            return

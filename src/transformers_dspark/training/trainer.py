@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -29,6 +30,8 @@ from .objective import Objective
 
 
 STATE_NAME, LOG_NAME = "state.pt", "log.jsonl"
+# Without cuDNN's: that one makes a new plan for each shape, which takes longer than the whole step.
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def _geometry(text: PreTrainedConfig) -> dict[str, Any]:
@@ -95,6 +98,28 @@ def new_drafter(target: PreTrainedModel, shape: DrafterShape, sequences: Sequenc
     return drafter.to(target.device).bind_target(target)
 
 
+def optimizers(drafter: DSparkDrafter, arguments: TrainArguments) -> list[torch.optim.Optimizer]:
+    """
+    AdamW for everything, or Muon for the backbone's matrices and AdamW for the rest.
+
+    Source: Muon (Jordan et al., 2024) with updates of AdamW's size (Liu et al., 2025), so one rate serves both.
+    """
+    parameters = dict(drafter.named_parameters())
+    matrices = {
+        name: p
+        for name, p in parameters.items()
+        if arguments.optimizer == "muon" and p.ndim == 2 and name.startswith(("layers.", "fc."))
+    }
+    rest = [p for name, p in parameters.items() if name not in matrices]
+    rate, fused = arguments.learning_rate, drafter.device.type == "cuda"
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+    ]
+    if matrices:
+        found.append(torch.optim.Muon(matrices.values(), lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+    return found
+
+
 class Trainer:
     """
     Args:
@@ -127,9 +152,7 @@ class Trainer:
         cuda = target.device.type == "cuda"
         sums = torch.compile(loss_sums, dynamic=True) if cuda else loss_sums
         self.objective = Objective(self.drafter, arguments.losses, sums=sums)
-        self.optimizer = torch.optim.AdamW(
-            self.drafter.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda
-        )
+        self.optimizers = optimizers(self.drafter, arguments)
         self.anchor_generator = torch.Generator(target.device).manual_seed(arguments.seed)
         self.steps_per_epoch = count_batches(self.train_set, arguments.tokens_per_batch, arguments.seed)
         self.max_steps = max(1, round(arguments.epochs * self.steps_per_epoch))
@@ -194,15 +217,17 @@ class Trainer:
         anchors, keep = sample_anchors(loss_mask, a.anchors, self.anchor_generator)
         blocks = pack_blocks(input_ids, loss_mask, anchors, keep, config.block_size, config.mask_token_id)
         rate = self.learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        with self._precision():
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        with self._precision(), sdpa_kernel(ATTENTION):
             with torch.no_grad():
                 taps, last_hidden = target_states(self.target, input_ids, config.target_layer_ids)
             loss = self.objective.backward(taps, last_hidden, blocks)
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), a.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return {**loss.__dict__, "gradient_norm": norm, "learning_rate": torch.tensor(rate)}
 
     def _precision(self) -> torch.autocast:
@@ -230,7 +255,7 @@ class Trainer:
     def _save_state(self) -> None:
         state = {
             "drafter": self.drafter.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "anchors": self.anchor_generator.get_state(),
             "counters": {"step": self.step, "seconds": self.seconds, "evaluations": self.evaluations},
             "run": self._identity(),
@@ -262,7 +287,8 @@ class Trainer:
             )
         try:
             self.drafter.load_state_dict(state["drafter"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
             self.anchor_generator.set_state(state["anchors"].cpu())
             counters = state["counters"]
             self.step, self.seconds, self.evaluations = (counters[k] for k in ("step", "seconds", "evaluations"))
