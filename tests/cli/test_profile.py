@@ -12,36 +12,23 @@ from transformers_dspark import DSparkConfig, DSparkDrafter, StepCostTable, cli
 SMALL = ["--rows", "2", "1", "--tokens", "1", "3", "--context", "5", "--samples", "2", "--device", "cpu"]
 
 
+SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("small-target")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=2, max_position_embeddings=64)).save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("small-drafter")
-    config = DSparkConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        block_size=3,
-        target_layer_ids=[0],
+    DSparkDrafter(DSparkConfig(**SHAPE, num_hidden_layers=1, block_size=3, target_layer_ids=[0])).save_pretrained(
+        folder
     )
-    DSparkDrafter(config).save_pretrained(folder)
     return str(folder)
 
 
