@@ -13,6 +13,7 @@ from transformers_dspark import DSparkDrafter
 
 
 DATA = Path(__file__).parent / "data" / "deepspec"
+FAMILIES = Path(__file__).parent / "data" / "families"
 FOLDERS = sorted(path for path in DATA.iterdir() if path.is_dir())
 WITH_TARGET = [path for path in FOLDERS if (path / "target").is_dir()]
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")

@@ -366,6 +366,7 @@ class DSparkDrafter(PreTrainedModel):
         pretrained_model_name_or_path: str | os.PathLike[str],
         *args: Any,
         own_embeddings: bool = False,
+        sample_from_anchor: bool | None = None,
         **kwargs: Any,
     ) -> DSparkDrafter:
         """
@@ -374,6 +375,7 @@ class DSparkDrafter(PreTrainedModel):
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub repository.
             own_embeddings (`bool`): Keep the checkpoint's own embedding and head instead of borrowing the target's.
+            sample_from_anchor (`bool`, *optional*): The layout (see [`DSparkConfig`]) if the file does not tell it.
             kwargs: As for any model of Transformers. Without `dtype` the checkpoint's is kept.
 
         Raises:
@@ -387,13 +389,17 @@ class DSparkDrafter(PreTrainedModel):
         except ImportError:  # a copy of this file in a Hub repository, without the package: the canonical form only
             opened = options = None
         else:
-            opened = open_checkpoint(path, own_embeddings=own_embeddings, **kwargs)
+            opened = open_checkpoint(
+                path, own_embeddings=own_embeddings, sample_from_anchor=sample_from_anchor, **kwargs
+            )
             options = options_beside(path, **kwargs)
         source: str | os.PathLike[str] | None = path
         if opened is not None:
             dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))
             kwargs["dtype"] = opened.dtype if dtype in (None, "auto") else dtype
             source, kwargs["config"], kwargs["state_dict"] = None, opened.config, opened.tensors
+        elif sample_from_anchor is not None:
+            kwargs |= {"sample_from_anchor": sample_from_anchor, "layout_source": "argument"}
         with_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with the others
         try:

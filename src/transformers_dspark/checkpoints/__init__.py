@@ -8,18 +8,54 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..configuration_dspark import mistyped
-from . import deepspec
+from .deepspec import DEEPSPEC, NEMOTRON
+from .dflash import DFLASH, LFM2, SPECFORGE
+from .family import Family, convert
 from .files import OpenedCheckpoint, local_folder, read_tensors, shard_names
-from .unsupported import family_of
+from .muse import MUSE
+from .speculators import SPECULATORS
+from .unsupported import other_kind
 
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+FAMILIES = (SPECULATORS, MUSE, SPECFORGE, LFM2, NEMOTRON, DFLASH, DEEPSPEC)  # asked in this order
 # fields that tell the families apart or hold the others
-RECOGNISED_BY = ("architectures", "text_config", "dspark_config", "dflash_config", "speculators_config")
+RECOGNISED_BY = (
+    "architectures", "text_config", "dspark_config", "dflash_config", "speculators_config", "transformer_layer_config",
+)  # fmt: skip
+
+
+def family_of(raw: dict[str, Any]) -> Family:
+    """
+    The family of a configuration, by its content.
+
+    Raises:
+        ValueError: it is no drafter's.
+        NotImplementedError: it is a drafter's of a kind that cannot run yet.
+    """
+    names = ", ".join(family.name for family in FAMILIES)
+    if problems := mistyped({name: raw.get(name) for name in RECOGNISED_BY}):
+        raise ValueError(f"The configuration cannot be read: {'; '.join(problems)}.")
+    if refusal := other_kind(raw):
+        raise NotImplementedError(
+            f"This drafter is of the family {refusal[0]}, which cannot run yet: {refusal[1]}. This version opens "
+            f"canonical DSpark checkpoints and {names}."
+        )
+    for family in FAMILIES:
+        if family.recognises(raw):
+            return family
+    raise ValueError(
+        f"This is not a drafter: model_type={raw.get('model_type')!r}, architectures={raw.get('architectures')}. "
+        f"This version opens canonical DSpark checkpoints and {names}."
+    )
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, own_embeddings: bool = False, **kwargs: Any
+    path: str | os.PathLike[str],
+    *,
+    own_embeddings: bool = False,
+    sample_from_anchor: bool | None = None,
+    **kwargs: Any,
 ) -> OpenedCheckpoint | None:
     """
     Recognises a checkpoint by its configuration's content, never by its name.
@@ -40,23 +76,18 @@ def open_checkpoint(
         raise ValueError(f"The config.json of {path} must hold an object of fields; fetch it again.")
     if not raw:  # what Transformers makes of a folder without the file
         raise FileNotFoundError(f"{path} holds no config.json; a drafter needs its configuration.")
-    if problems := mistyped({name: raw.get(name) for name in RECOGNISED_BY}):
-        raise ValueError(f"The configuration of {path} cannot be read: {'; '.join(problems)}.")
     if raw.get("model_type") == "dspark":
         if os.path.isdir(path):
             shard_names(local_folder(path, **hub))
         return None
-    if deepspec.recognises(raw):
-        return deepspec.convert(raw, read_tensors(local_folder(path, **hub)), own_embeddings=own_embeddings)
-    opens = f"canonical DSpark checkpoints and the official DeepSpec ones ({', '.join(deepspec.ARCHITECTURES)})"
-    if family := family_of(raw):
-        raise NotImplementedError(
-            f"{path} is of the family {family}, which cannot run yet; this version opens {opens}."
-        )
-    raise ValueError(
-        f"{path} is not a drafter: model_type={raw.get('model_type')!r}, architectures={raw.get('architectures')}. "
-        f"This version opens {opens}."
-    )
+    try:
+        family = family_of(raw)
+        tensors = read_tensors(local_folder(path, **hub))
+        return convert(family, raw, tensors, own_embeddings=own_embeddings, sample_from_anchor=sample_from_anchor)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-__all__ = ["OpenedCheckpoint", "open_checkpoint"]
+__all__ = ["FAMILIES", "OpenedCheckpoint", "family_of", "open_checkpoint"]

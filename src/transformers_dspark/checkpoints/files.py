@@ -18,11 +18,12 @@ from ..configuration_dspark import DSparkConfig
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """A foreign checkpoint in canonical terms: configuration, tensors by canonical name, and the body's dtype."""
+    """A foreign checkpoint in canonical terms: configuration, tensors by canonical name, the body's dtype, family."""
 
     config: DSparkConfig
     tensors: dict[str, torch.Tensor]
     dtype: torch.dtype
+    family: str
 
 
 def local_folder(path: str | os.PathLike[str], subfolder: str = "", **hub: Any) -> Path:
