@@ -51,6 +51,7 @@ class DSparkContext:
         if keep is not None:
             self.has_gaps = True
             position_ids = position_ids.masked_fill(~keep.to(position_ids.device), -1)
+        position_ids = position_ids.expand(keys_values[0][0].shape[0], -1)
         end = self.length + position_ids.shape[1]
         if self._positions is None or self._positions.shape[1] < end:
             grown = position_ids.new_empty(position_ids.shape[0], 2 * end)

@@ -76,6 +76,11 @@ def mistyped(fields: Mapping[str, Any]) -> list[str]:
         if fields.get(name) is not None
         and (not isinstance(fields[name], types) or (isinstance(fields[name], bool) and bool not in types))
     ]
+    wrong += [
+        f"{name}={fields[name]!r} must hold names"
+        for name in ("layer_types", "causal_layer_types")
+        if isinstance(fields.get(name), (list, tuple)) and not all(isinstance(kind, str) for kind in fields[name])
+    ]
     inner = [fields.get(name) for name in ("rope_parameters", "rope_scaling", "full_attention")]
     return wrong + [problem for part in inner if isinstance(part, dict) for problem in mistyped(part)]
 
@@ -258,7 +263,7 @@ class DSparkConfig(PreTrainedConfig):
 
     def _attention_problems(self) -> list[str]:
         kinds, problems = self.layer_types, []
-        if len(kinds) != self.num_hidden_layers or set(kinds) - {FULL, SLIDING}:
+        if len(kinds) != self.num_hidden_layers or any(kind not in (FULL, SLIDING) for kind in kinds):
             problems.append(f"layer_types={kinds} must name {FULL} or {SLIDING} for {self.num_hidden_layers} layers")
         if SLIDING in kinds and (self.sliding_window or 0) < 1:
             problems.append(
@@ -266,7 +271,7 @@ class DSparkConfig(PreTrainedConfig):
             )
         if self.sliding_window_from not in WINDOW_STARTS:
             problems.append(f"sliding_window_from={self.sliding_window_from!r} must be one of {WINDOW_STARTS}")
-        if set(self.causal_layer_types) - {FULL, SLIDING}:
+        if any(kind not in (FULL, SLIDING) for kind in self.causal_layer_types):
             problems.append(f"causal_layer_types={self.causal_layer_types} must name only {FULL} and {SLIDING}")
         if self.backbone_type == "gemma4" and SLIDING in kinds:
             problems.append(f"layer_types={kinds} must be {FULL} throughout with backbone_type='gemma4'")

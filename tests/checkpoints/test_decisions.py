@@ -243,6 +243,30 @@ def test_the_callers_layout_goes_before_all():
         assert (config.sample_from_anchor, config.layout_source) == (not anchor_first, "argument"), case
 
 
+LIES = [-1, 0, True, "x", 2.5, [], [1], [[1]], [{}], {}, {"a": 1}, {"full_attention": 3}]
+SOMEWHERE = [
+    "dspark_markov_rank",
+    "layer_types",
+    "rope_scaling",
+    "speculators_config",
+    "swa_window_size",
+    "text_config",
+]
+
+
+@pytest.mark.parametrize("case", ["DeepSpec", "SpecForge", "z-lab", "LFM2.5", "Nemotron", "Muse", "speculators A"])
+def test_no_lie_is_worse_than_an_error_in_words(case):
+    raw, messages = TABLE[case][0], []
+    for name in [*raw, *SOMEWHERE]:
+        for lie in LIES:
+            try:
+                decided(raw | {name: lie})
+            except (ValueError, NotImplementedError) as error:
+                messages.append(str(error))
+    assert len(messages) > 100
+    assert not [message for message in messages if "\n" in message or not message.endswith(".")]
+
+
 # ---- windows, causality and rotation
 
 

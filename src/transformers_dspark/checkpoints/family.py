@@ -99,6 +99,8 @@ def convert(
     required = (*_REQUIRED, "head_dim", "rope_parameters") if gemma4 else _REQUIRED
     if missing := [name for name in required if name not in flat]:
         raise ValueError(f"The configuration of this {family.name} checkpoint lacks {', '.join(missing)}.")
+    if small := [f"{name}={flat[name]}" for name in _REQUIRED[:6] if flat[name] < 1]:
+        raise ValueError(f"The configuration says {', '.join(small)}, but these must be at least 1.")
     draft_vocab_size = vocabulary(flat, named)
     fields = {name: flat[name] for name in _SHARED if name in flat}
     fields |= _gemma4(flat) if gemma4 else _qwen3(flat, named)
@@ -142,7 +144,7 @@ def _gemma4(flat: Fields) -> Fields:
     return {
         "backbone_type": "gemma4",
         "hidden_act": flat.get("hidden_activation", "gelu_pytorch_tanh"),
-        "embedding_scale": float(max(flat["hidden_size"], 0) ** 0.5),
+        "embedding_scale": float(flat["hidden_size"] ** 0.5),
         "head_dim": layer.get("head_dim") or flat.get("global_head_dim") or flat["head_dim"],
         "num_key_value_heads": kv_heads or flat.get("num_key_value_heads"),
         "attention_k_eq_v": k_eq_v,

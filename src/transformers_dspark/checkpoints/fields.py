@@ -35,22 +35,22 @@ def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a field has the wrong type, or says two things in two places.
     """
-    levels = [raw.get(name) or {} for name in _NESTED]
-    problems = [problem for level in (*levels, raw) for problem in mistyped(level)]
-    for nested in levels[2:]:
-        problems += [
-            f"{name} is {raw[name]} at the top and {nested[name]} inside"
-            for name in _ONCE
-            if None not in (raw.get(name), nested.get(name)) and raw[name] != nested[name]
-        ]
-    if problems:
-        raise ValueError(f"The configuration of this drafter cannot be read: {'; '.join(problems)}.")
+    levels: list[Mapping[str, Any]] = [raw.get(name) or {} for name in _NESTED]
     flat: dict[str, Any] = {}
     for level in (*levels, raw):
         flat |= {name: value for name, value in level.items() if value is not None}
     for alias, name in _ALIASES.items():
         if alias in flat:
             flat.setdefault(name, flat[alias])
+    problems = mistyped(flat) + mistyped(flat.get("speculators_config") or {})
+    problems += [
+        f"{name} is {raw[name]} at the top and {nested[name]} inside"
+        for nested in levels[2:]
+        for name in _ONCE
+        if None not in (raw.get(name), nested.get(name)) and raw[name] != nested[name]
+    ]
+    if problems:
+        raise ValueError(f"The configuration of this drafter cannot be read: {'; '.join(problems)}.")
     return flat
 
 
@@ -121,7 +121,7 @@ def attention(flat: Mapping[str, Any], window_from: str, sliding_is_causal: bool
         "layer_types": list(kinds),
         "sliding_window": window if slides else None,
         "sliding_window_from": window_from if slides else "query",
-        "causal_layer_types": sorted(causal & set(kinds)),
+        "causal_layer_types": [kind for kind in sorted(causal) if kind in kinds],
     }
 
 

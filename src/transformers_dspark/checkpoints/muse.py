@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from .family import Family, Fields
 
 
@@ -19,7 +21,11 @@ def _complete(flat: Fields) -> Fields:
     """What the file leaves out is as in Transformers' configuration, the vocabulary as in the target's."""
     from transformers import MuseGlimmerAssistantConfig, MuseGlimmerTextConfig
 
-    full = MuseGlimmerAssistantConfig.from_dict(flat).to_dict()
+    try:
+        full = MuseGlimmerAssistantConfig.from_dict(flat).to_dict()
+    except (StrictDataclassError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"The configuration of this assistant cannot be read: {reason}.") from error
     flat = {name: value for name, value in full.items() if value is not None} | flat
     flat.setdefault("vocab_size", MuseGlimmerTextConfig.vocab_size)
     # Transformers counts the distance from the query, up to and with the window's size

@@ -99,13 +99,13 @@ def without_interleaving(tensors: Mapping[str, torch.Tensor], head_dim: int) -> 
     Reorders queries and keys that rotate neighbouring channels so that they rotate the two halves of a head, as the
     canonical form does. Their products stay what they were.
     """
-    order = torch.cat((torch.arange(0, head_dim, 2), torch.arange(1, head_dim, 2)))
     turned = dict(tensors)
     for name, tensor in tensors.items():
         if any(part in name for part in (".q_proj.", ".k_proj.", ".q_norm.", ".k_norm.")):
-            if tensor.shape[0] % head_dim:
-                raise ValueError(f"{name} has {tensor.shape[0]} rows, which is no multiple of head_dim={head_dim}.")
-            turned[name] = tensor.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
+            if head_dim < 2 or head_dim % 2 or tensor.shape[0] % head_dim:
+                raise ValueError(f"{name} has {tensor.shape[0]} rows, which are no heads of head_dim={head_dim}.")
+            pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))
+            turned[name] = pairs.transpose(1, 2).flatten(0, 2)
     return turned
 
 

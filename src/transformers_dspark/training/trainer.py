@@ -215,7 +215,8 @@ class Trainer:
         device, config, a = self.target.device, self.drafter.config, self.arguments
         input_ids, loss_mask = input_ids.to(device, non_blocking=True), loss_mask.to(device, non_blocking=True)
         anchors, keep = sample_anchors(loss_mask, a.anchors, self.anchor_generator)
-        blocks = pack_blocks(input_ids, loss_mask, anchors, keep, config.block_size, config.mask_token_id)
+        form = config.block_size, config.mask_token_id, config.first_draft_row
+        blocks = pack_blocks(input_ids, loss_mask, anchors, keep, *form)
         rate = self.learning_rate()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
