@@ -187,7 +187,8 @@ class DSparkDrafter(PreTrainedModel):
         spread[..., self.draft_vocabulary()] = logits
         return spread
 
-    def _context_keys_values(self, taps: torch.Tensor, position_ids: torch.Tensor) -> list[KeysValues]:
+    def context_keys_values(self, taps: torch.Tensor, position_ids: torch.Tensor) -> list[KeysValues]:
+        """What each layer's context keeps of `(rows, n)` tokens: pairs of `(rows, kv_heads, n, head_dim)`."""
         states = self.hidden_norm(self.fc(taps.to(self.device, self.dtype)))
         cos_sin = self.rotary_emb(states, position_ids)
         return [layer.self_attn.keys_values(states, cos_sin) for layer in self.layers]
@@ -235,7 +236,7 @@ class DSparkDrafter(PreTrainedModel):
         Returns:
             `torch.FloatTensor` of shape `(rows, queries, hidden)`, after the final norm.
         """
-        context = self._context_keys_values(taps, position_ids)
+        context = self.context_keys_values(taps, position_ids)
 
         def join(index: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             return torch.cat((context[index][0], keys), dim=2), torch.cat((context[index][1], values), dim=2)
@@ -265,7 +266,7 @@ class DSparkDrafter(PreTrainedModel):
                 others. Blocks never look at such an entry. `None` if all are tokens, which is quicker.
         """
         if taps.shape[1]:
-            context.append(self._context_keys_values(taps, position_ids), position_ids, keep)
+            context.append(self.context_keys_values(taps, position_ids), position_ids, keep)
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
         """A padded head can emit ids beyond the vocabulary; the drafter has no rows for them and reads mask tokens."""
