@@ -307,6 +307,22 @@ def test_an_embedding_without_a_head(trained, target, tmp_path):
     assert_drafts_alike(DSparkDrafter.from_pretrained(tmp_path / "canonical"), kept, target)
 
 
+@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize("name", ["DeepSpec", "SpecForge", "speculators DSpark"])
+def test_norms_kept_as_offsets_from_one(name, offsets, target, tmp_path):
+    """Drafters for Qwen3.5 may use its norms, which multiply by 1 + weight, or Qwen3's."""
+
+    def subtract(tensors: dict) -> None:
+        tensors |= {key: tensor - 1 for key, tensor in tensors.items() if key.endswith("norm.weight")}
+
+    body = TWINS[name].raw.get("transformer_layer_config")
+    raw = {"model_type": "qwen3_5"} if body is None else {"transformer_layer_config": body | {"model_type": "qwen3_5"}}
+    path, expected = changed(name, tmp_path / "d", raw, change=subtract if offsets else None)
+    drafter = DSparkDrafter.from_pretrained(path)
+    torch.testing.assert_close(dict(drafter.named_parameters()), dict(expected.named_parameters()))
+    torch.testing.assert_close(drafted(drafter, target).logits, drafted(expected, target).logits, rtol=1e-4, atol=1e-4)
+
+
 # ---- layouts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from .family import Family
 
 
-ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
+ARCHITECTURES = ("Qwen3DSparkModel", "Qwen3_5DSparkModel", "Gemma4DSparkModel")
 _OWN_FIELDS = ("target_layer_ids", "mask_token_id", "block_size")
 _NEMOTRON = ("dflash_query_causal", "attention_sink_bias")
 

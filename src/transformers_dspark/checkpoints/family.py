@@ -21,6 +21,7 @@ from .tensors import (
     same_embeddings,
     split_fused,
     vocabulary,
+    with_whole_norms,
     without_interleaving,
 )
 from .unsupported import other_tensors, other_weights
@@ -109,6 +110,8 @@ def convert(
         raise NotImplementedError(f"layer_types={fields['layer_types']} of a Gemma4 drafter cannot run yet.")
     heads = flat["num_attention_heads"]
     named = split_fused(named, heads, fields.get("num_key_value_heads") or heads)
+    if str(flat.get("model_type")).startswith("qwen3_5"):
+        named = with_whole_norms(named)
     if flat.get("rope_is_neox_style") is False:
         named = without_interleaving(named, fields["head_dim"] or flat["hidden_size"] // heads)
     fields |= {

@@ -109,6 +109,17 @@ def without_interleaving(tensors: Mapping[str, torch.Tensor], head_dim: int) -> 
     return turned
 
 
+def with_whole_norms(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """
+    Adds 1 to the norms of a drafter that keeps them as offsets from 1, as Qwen3.5's own modules do; other drafters for
+    such targets have Qwen3's, whose weights are about 1 themselves.
+    """
+    norms = {name: tensor for name, tensor in tensors.items() if name.endswith("norm.weight")}
+    if not norms or torch.cat([tensor.flatten().float() for tensor in norms.values()]).mean() > 0.5:
+        return dict(tensors)
+    return dict(tensors) | {name: (tensor.float() + 1).to(tensor.dtype) for name, tensor in norms.items()}
+
+
 def vocabulary(flat: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> int:
     """
     Number of tokens that can be proposed; leaves `d2t` among the tensors only if it is fewer than the target's.
@@ -144,5 +155,5 @@ def body_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 __all__ = [
     "EMBEDDING", "HEAD", "body_dtype", "canonical_names", "check_kinds", "head_dim_of", "same_embeddings",
-    "split_fused", "vocabulary", "without_interleaving",
+    "split_fused", "vocabulary", "with_whole_norms", "without_interleaving",
 ]  # fmt: skip
