@@ -29,6 +29,8 @@ LADDER = [
     "calibration",
     "telemetry",
     "target",
+    "windows",
+    "ragged_context",
     "cache",
     "attention",
     "profiling",

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from transformers_dspark.attention import ATTENTION_NAME, use_ragged_attention
-from transformers_dspark.cache import RaggedWindow, ragged_cache
+from transformers_dspark.cache import ragged_cache
 from transformers_dspark.cli import main
 from transformers_dspark.training import answers as answers_module
 from transformers_dspark.training.answers import INDEX_NAME, Answer, AnswerWriter, read_answers, read_index
@@ -19,6 +19,7 @@ from transformers_dspark.training.on_policy import AnswerOptions, generate_answe
 from transformers_dspark.training.prompts import read_prompts
 from transformers_dspark.training.self_prompts import before_user, self_prompts
 from transformers_dspark.training.slots import LOOP_TOKENS, Request, SlotDecoder, draw, hashed_uniforms
+from transformers_dspark.windows import RaggedWindow
 
 
 TEMPLATE = (

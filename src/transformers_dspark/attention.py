@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ._compat import attention_implementation
-from .cache import WINDOW_KEYWORD, RaggedWindow
+from .windows import WINDOW_KEYWORD, RaggedWindow, VerifyWindow
 
 
 ATTENTION_NAME = "dspark_ragged"
@@ -36,7 +36,8 @@ def ragged_attention(
 
     Args:
         module (`torch.nn.Module`): The attention layer.
-        query (`torch.Tensor` of shape `(n, heads, tokens, head_dim)`): Queries; one token a row in a step.
+        query (`torch.Tensor` of shape `(n, heads, tokens, head_dim)`): Queries; one token a row in a step, n = 1 in a
+            packed forward.
         key (`torch.Tensor` of shape `(n, key_value_heads, entries, head_dim)`): What the cache returned.
         value (`torch.Tensor` of shape `(n, key_value_heads, entries, head_dim)`): What the cache returned.
         attention_mask (`None`): Rows carry their lengths in the window, so no mask may be given.
@@ -47,21 +48,25 @@ def ragged_attention(
 
     Raises:
         RuntimeError: No `ragged_window` was passed.
-        NotImplementedError: Sliding windows, attention sinks or soft caps.
+        NotImplementedError: A bias on positions; sliding windows, attention sinks or soft caps outside packed forwards.
 
     Source: grouped queries share one read of their key/value head, as in Transformers' `pack_gqa`.
     """
-    window: RaggedWindow | None = kwargs.get(WINDOW_KEYWORD)
+    window: RaggedWindow | VerifyWindow | None = kwargs.get(WINDOW_KEYWORD)
     if window is None:
         raise RuntimeError(
             f"Attention `{ATTENTION_NAME}` needs the forward keyword `{WINDOW_KEYWORD}`; none was passed."
         )
-    for option in ("sliding_window", "softcap", "s_aux", "position_bias"):
+    packed = isinstance(window, VerifyWindow)
+    for option in ("position_bias",) if packed else ("sliding_window", "softcap", "s_aux", "position_bias"):
         if kwargs.get(option) is not None:
             raise NotImplementedError(
                 f"Attention `{ATTENTION_NAME}` does not support `{option}`; this layer asks for it."
             )
 
+    if isinstance(window, VerifyWindow):
+        options = {name: kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux")}
+        return packed_attention(query, key, value, window.to(query.device), scaling, **options), None
     if window.rows is not None:
         grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
@@ -74,6 +79,59 @@ def ragged_attention(
     )  # [rows, kv_heads, group, head_dim]
     out = F.scaled_dot_product_attention(grouped_query, key, value, attn_mask=window.mask, scale=scaling)
     return out.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: VerifyWindow,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Reference attention of packed windows: the queries are spread over a rectangle of rows, which reads each row's
+    entries once.
+
+    Args:
+        query (`torch.Tensor` of shape `(1, heads, total, head_dim)`): Queries of the packed tokens.
+        key, value (`torch.Tensor` of shape `(rows, key_value_heads, entries, head_dim)`): Of all rows.
+        window (`VerifyWindow`): Where the tokens belong.
+        scaling (`float`, *optional*): Factor on the logits. Defaults to `head_dim ** -0.5`.
+        sliding_window (`int`, *optional*): Entries that a token sees, itself included.
+        softcap (`float`, *optional*): Bound that a tanh puts on the logits.
+        s_aux (`torch.Tensor` of shape `(heads,)`, *optional*): Logits of sinks, which take weight and give nothing.
+
+    Returns:
+        `torch.Tensor` of shape `(1, total, heads, head_dim)`.
+    """
+    queries = window.padded(query[0].transpose(0, 1)).transpose(1, 2)  # [rows, heads, width, head_dim]
+    rows, heads, width, head_dim = queries.shape
+    groups = heads // key.shape[1]
+    mask = window.visible(sliding_window)[:, None]  # [rows, 1, width, entries]
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    if groups > 1 and (width <= 32 or softcap is not None or s_aux is not None):
+        # the heads of a group become more queries: the mask is copied, and not the keys
+        queries = queries.reshape(rows, key.shape[1], groups * width, head_dim)
+        mask = mask.repeat(1, 1, groups, 1)
+        groups = 1
+    if softcap is None and s_aux is None:
+        grouped = groups > 1
+        mixed = F.scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+    else:
+        logits = (queries @ key.transpose(2, 3)).float() * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(~mask, float("-inf"))
+        if s_aux is not None:
+            sinks = s_aux.float().view(1, heads, 1, 1).expand(rows, heads, width, 1).reshape(*logits.shape[:3], 1)
+            logits = torch.cat((logits, sinks), dim=-1)
+        weights = logits.softmax(dim=-1)[..., : key.shape[2]]
+        mixed = weights.to(value.dtype) @ value
+    mixed = mixed.reshape(rows, heads, width, value.shape[-1])
+    return window.packed(mixed.transpose(1, 2))[None]
 
 
 def ragged_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:

@@ -1,59 +1,22 @@
 """A key/value cache in which every row has a length of its own.
 
-Transformers' caches hold one scalar length for the whole batch. Here a row is a slot of fixed capacity and its length
-lives outside the cache, in a [`RaggedWindow`] that travels with the forward call as the keyword `ragged_window`.
-Nothing is copied or cropped: entries at and beyond a row's length are dead and will be overwritten. The cache knows
-nothing about finished rows, sampling or prompts.
+Transformers' caches hold one scalar length for the whole batch. Here a row is a slot of fixed capacity, and where the
+tokens of a forward call belong is said by a window that travels with the call, see `windows`. Nothing is copied or
+cropped: entries at and beyond a row's length are dead and will be overwritten. The cache knows nothing about finished
+rows, sampling or prompts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-
-WINDOW_KEYWORD = "ragged_window"
-
-
-@dataclass(frozen=True)
-class RaggedWindow:
-    """
-    Where the tokens of one forward call belong.
-
-    Two forms exist. A *step* (`lengths` given) feeds one token to every row of the cache; it attends to the row's own
-    past. A *fill* (`rows` given) feeds right-padded beginnings of sequences to some rows, which start empty; padding
-    needs no mask, because a causal token never sees what comes after it.
-
-    Args:
-        lengths (`torch.LongTensor` of shape `(rows,)`, *optional*):
-            Entries each row holds before this step; the new token is written at that index. Below the capacity.
-        mask (`torch.Tensor` of shape `(rows, 1, 1, capacity)`, *optional*):
-            Additive mask of a step, 0 up to and including the new token and -inf beyond, in the model's dtype. Made
-            once a step and shared by all layers.
-        rows (`torch.LongTensor` of shape `(n,)`, *optional*):
-            Cache rows that a fill writes to.
-    """
-
-    lengths: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if (self.lengths is None) == (self.rows is None):
-            raise ValueError(
-                "A RaggedWindow takes either `lengths` (a step) or `rows` (a fill), not both and not neither."
-            )
-
-    @classmethod
-    def step(cls, lengths: torch.Tensor, capacity: int, dtype: torch.dtype) -> RaggedWindow:
-        """A step for rows of these `lengths`, with its mask; runs without a device sync."""
-        visible = torch.arange(capacity, device=lengths.device)[None, :] <= lengths[:, None]  # [rows, capacity]
-        mask = torch.zeros(visible.shape, dtype=dtype, device=lengths.device).masked_fill_(~visible, float("-inf"))
-        return cls(lengths=lengths, mask=mask[:, None, None, :])
+from .ragged_context import RaggedContext
+from .windows import WINDOW_KEYWORD, VerifyWindow
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -86,11 +49,12 @@ class RaggedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Writes the new entries and returns what attention should read: the whole slots of a step, only the new entries
-        of a fill.
+        Writes the new entries and returns what attention should read: the rows of a packed forward up to the longest,
+        the whole slots of a step, only the new entries of a fill.
 
         Args:
-            key_states (`torch.Tensor` of shape `(n, key_value_heads, tokens, head_dim)`): New keys.
+            key_states (`torch.Tensor` of shape `(n, key_value_heads, tokens, head_dim)`): New keys; n is 1 in a packed
+                forward.
             value_states (`torch.Tensor` of shape `(n, key_value_heads, tokens, head_dim)`): New values.
 
         Raises:
@@ -107,6 +71,8 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None  # for the type checker
         assert self.values is not None
+        if isinstance(window, VerifyWindow):
+            return self._write_packed(key_states, value_states, window.to(key_states.device))
         tokens = key_states.shape[2]
         if window.rows is not None:
             if tokens > self.capacity:
@@ -119,6 +85,32 @@ class RaggedLayer(CacheLayerMixin):
         self.keys[self.row_index, :, window.lengths] = key_states[:, :, 0]
         self.values[self.row_index, :, window.lengths] = value_states[:, :, 0]
         return self.keys, self.values
+
+    def _write_packed(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, window: VerifyWindow
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if window.length > self.capacity or window.num_rows > self.rows:
+            raise ValueError(
+                f"A window over {window.num_rows} rows of {window.length} entries does not fit a ragged cache of "
+                f"{self.rows} rows and capacity {self.capacity}."
+            )
+        assert self.keys is not None  # for the type checker
+        assert self.values is not None
+        self.keys[window.rows, :, window.columns] = key_states[0].transpose(0, 1)
+        self.values[window.rows, :, window.columns] = value_states[0].transpose(0, 1)
+        rows, length = window.num_rows, window.length
+        return self.keys[:rows, :, :length], self.values[:rows, :, :length]
+
+    def rearrange(self, order: torch.Tensor, capacity: int) -> None:
+        """Puts row `order[i]` in place i, and changes the capacity of all."""
+        self.rows, old = len(order), (self.keys, self.values)
+        kept, self.capacity = min(capacity, self.capacity), capacity
+        if not self.is_initialized or old[0] is None or old[1] is None:
+            return
+        order = order.to(old[0].device)
+        self.lazy_initialization(old[0][:1], old[1][:1])
+        for new, before in zip((self.keys, self.values), old, strict=True):
+            new[:, :, :kept] = before[order, :, :kept]  # type: ignore[index]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.capacity, 0
@@ -151,3 +143,60 @@ def ragged_cache(config: PreTrainedConfig, rows: int, capacity: int) -> Cache:
             f" {sorted(unsupported)}."
         )
     return Cache(layers=[RaggedLayer(rows, capacity) for _ in range(text_config.num_hidden_layers)])
+
+
+class RaggedCache(Cache):
+    """
+    A target's cache with rows of different lengths, for packed forwards, and the drafter's context of the same rows.
+
+    A later call of the batched loop that is given it goes on from these texts, as from any cache. Plain generation
+    cannot use it.
+
+    Args:
+        config ([`PreTrainedConfig`]): Configuration of the target.
+        context ([`RaggedContext`]): The drafter's context; its rows and capacity are the cache's.
+
+    Raises:
+        NotImplementedError: The target has layers other than full attention and sliding windows.
+    """
+
+    def __init__(self, config: PreTrainedConfig, context: RaggedContext) -> None:
+        check_layers(config)
+        count = config.get_text_config(decoder=True).num_hidden_layers
+        super().__init__(layers=[RaggedLayer(context.rows, context.capacity) for _ in range(count)])
+        self.context = context
+
+    @property
+    def lengths(self) -> list[int]:
+        """Entries of each row."""
+        return self.context.lengths
+
+    def move_row(self, source: int, target: int) -> None:
+        """Puts a row in the place of another, which is lost."""
+        length = self.lengths[source]
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[target, :, :length] = layer.keys[source, :, :length]
+                layer.values[target, :, :length] = layer.values[source, :, :length]
+        self.context.move_row(source, target)
+
+    def rearrange(self, order: Sequence[int], capacity: int) -> None:
+        """Puts row `order[i]` in place i, and changes the capacity of all."""
+        index = torch.tensor(order)
+        for layer in self.layers:
+            layer.rearrange(index, capacity)
+        self.context.rearrange(index, capacity)
+
+
+def check_layers(config: PreTrainedConfig) -> None:
+    """
+    Raises:
+        NotImplementedError: the target has layers whose rows cannot be overwritten, see [`RaggedCache`].
+    """
+    text_config = config.get_text_config(decoder=True)
+    kinds = set(getattr(text_config, "layer_types", None) or [])
+    if unsupported := kinds - {"full_attention", "sliding_attention"}:
+        raise NotImplementedError(
+            f"This {text_config.model_type} target has layers of the kinds {sorted(unsupported)}, which the batched "
+            "loop cannot roll back: generate for one prompt at a time, or without the drafter."
+        )

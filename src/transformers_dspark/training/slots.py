@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..cache import RaggedWindow, ragged_cache
+from ..cache import ragged_cache
+from ..windows import RaggedWindow
 
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,129 @@
+"""A drafter's context with rows of different lengths, for the batched loop."""
+
+from __future__ import annotations
+
+import torch
+
+from .backbone_dspark import DSparkContext, KeysValues
+from .modeling_dspark import DSparkDrafter
+from .windows import VerifyWindow
+
+
+class RaggedContext(DSparkContext):
+    """
+    Keys and values of the committed tokens of several texts, each written once, behind its row's own.
+
+    The entries of a block lie behind those of the longest row, where nothing of any row is alive.
+
+    Args:
+        drafter (`DSparkDrafter`): Whose context it is.
+        rows (`int`): Number of rows.
+        capacity (`int`): Most committed tokens of a row.
+    """
+
+    def __init__(self, drafter: DSparkDrafter, rows: int, capacity: int) -> None:
+        super().__init__(len(drafter.layers))
+        self.rows, self.capacity = rows, capacity
+        self.lengths = [0] * rows
+        self.live = rows  # rows before this one are drafted for
+        self._block_size = drafter.config.block_size
+        self._positions = torch.full((rows, capacity), -1, device=drafter.device)
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """Entries of the longest live row."""
+        return max(self.lengths[: self.live], default=0)
+
+    @length.setter
+    def length(self, value: int) -> None:
+        """Rows have lengths of their own."""
+
+    @property
+    def has_gaps(self) -> bool:  # type: ignore[override]
+        """Whether some live row is shorter than another."""
+        return len(set(self.lengths[: self.live])) > 1
+
+    @has_gaps.setter
+    def has_gaps(self, value: bool) -> None:
+        """See [`~RaggedContext.has_gaps`]."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`(live, length)` absolute positions of the committed tokens; -1 behind a row's last."""
+        return self._positions[: self.live, : self.length]
+
+    def extend(
+        self, drafter: DSparkDrafter, taps: torch.Tensor, position_ids: torch.Tensor, window: VerifyWindow
+    ) -> None:
+        """
+        Commits the tokens of a window.
+
+        Args:
+            drafter (`DSparkDrafter`): The drafter of this context.
+            taps (`torch.FloatTensor` of shape `(1, total, num_taps * target_hidden_size)`): Of the packed tokens.
+            position_ids (`torch.LongTensor` of shape `(1, total)`): Their absolute positions.
+            window (`VerifyWindow`): Where they belong; all of them are committed.
+        """
+        window = window.to(drafter.device)
+        position_ids = position_ids.to(drafter.device)
+        for layer, pair in enumerate(drafter.context_keys_values(taps, position_ids)):
+            for buffer, new in zip(self._buffer(layer, *pair), pair, strict=True):
+                buffer[window.rows, :, window.columns] = new[0].transpose(0, 1)
+        self._positions[window.rows, window.columns] = position_ids[0]
+
+    def stage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+        """Writes a block's entries behind those of the longest live row; returns views of all live rows."""
+        start, end = self.length, self.length + keys.shape[2]
+        found = []
+        for buffer, new in zip(self._buffer(layer, keys, values), (keys, values), strict=True):
+            buffer[: self.live, :, start:end] = new
+            found.append(buffer[: self.live, :, :end])
+        return found[0], found[1]
+
+    def picked(self, rows: list[int]) -> DSparkContext:
+        """A copy of some rows, to draft for these alone."""
+        some = DSparkContext(len(self._buffers))
+        index = torch.tensor(rows, device=self._positions.device)
+        some.length = max(self.lengths[row] for row in rows)
+        some.has_gaps = len({self.lengths[row] for row in rows}) > 1
+        some._positions = self._positions[index, : some.length]
+        some._buffers = [
+            None if pair is None else (pair[0][index][:, :, : some.length], pair[1][index][:, :, : some.length])
+            for pair in self._buffers
+        ]
+        return some
+
+    def move_row(self, source: int, target: int) -> None:
+        """Puts a row in the place of another, which is lost."""
+        length = self.lengths[target] = self.lengths[source]
+        for pair in self._buffers:
+            for buffer in pair or ():
+                buffer[target, :, :length] = buffer[source, :, :length]
+        self._positions[target] = self._positions[source]
+
+    def rearrange(self, order: torch.Tensor, capacity: int) -> None:
+        """Puts row `order[i]` in place i, and changes the capacity of all."""
+        index, kept = order.to(self._positions.device), min(capacity, self.capacity)
+        self.lengths[:] = [self.lengths[row] for row in order.tolist()]
+        self.rows = self.live = len(order)
+        self.capacity = capacity
+        positions, buffers = self._positions, self._buffers
+        self._positions = positions.new_full((self.rows, capacity), -1)
+        self._positions[:, :kept] = positions[index, :kept]
+        self._buffers = [None] * len(buffers)
+        for layer, pair in enumerate(buffers):
+            if pair is not None:
+                for new, old in zip(self._buffer(layer, *pair), pair, strict=True):
+                    new[:, :, :kept] = old[index, :, :kept]
+
+    def _buffer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+        """The entries of a layer, made on first use in the likeness of `keys` and `values`."""
+        found = self._buffers[layer]
+        if found is None:
+            size = self.capacity + self._block_size
+            made = [t.new_zeros(self.rows, t.shape[1], size, t.shape[-1]) for t in (keys, values)]
+            found = self._buffers[layer] = made[0], made[1]
+        return found
+
+
+__all__ = ["RaggedContext"]

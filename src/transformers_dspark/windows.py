@@ -1,0 +1,125 @@
+"""Where the tokens of a forward call belong in a ragged cache. Records only; they travel as a forward keyword."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+
+WINDOW_KEYWORD = "ragged_window"
+
+
+@dataclass(frozen=True)
+class RaggedWindow:
+    """
+    Where the tokens of one forward call belong.
+
+    Two forms exist. A *step* (`lengths` given) feeds one token to every row of the cache; it attends to the row's own
+    past. A *fill* (`rows` given) feeds right-padded beginnings of sequences to some rows, which start empty; padding
+    needs no mask, because a causal token never sees what comes after it.
+
+    Args:
+        lengths (`torch.LongTensor` of shape `(rows,)`, *optional*):
+            Entries each row holds before this step; the new token is written at that index. Below the capacity.
+        mask (`torch.Tensor` of shape `(rows, 1, 1, capacity)`, *optional*):
+            Additive mask of a step, 0 up to and including the new token and -inf beyond, in the model's dtype. Made
+            once a step and shared by all layers.
+        rows (`torch.LongTensor` of shape `(n,)`, *optional*):
+            Cache rows that a fill writes to.
+    """
+
+    lengths: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.lengths is None) == (self.rows is None):
+            raise ValueError(
+                "A RaggedWindow takes either `lengths` (a step) or `rows` (a fill), not both and not neither."
+            )
+
+    @classmethod
+    def step(cls, lengths: torch.Tensor, capacity: int, dtype: torch.dtype) -> RaggedWindow:
+        """A step for rows of these `lengths`, with its mask; runs without a device sync."""
+        visible = torch.arange(capacity, device=lengths.device)[None, :] <= lengths[:, None]  # [rows, capacity]
+        mask = torch.zeros(visible.shape, dtype=dtype, device=lengths.device).masked_fill_(~visible, float("-inf"))
+        return cls(lengths=lengths, mask=mask[:, None, None, :])
+
+
+@dataclass(frozen=True)
+class VerifyWindow:
+    """
+    A packed forward: the windows of all rows, one behind the other, as one row of tokens.
+
+    A window is what a row sends to the target at once: its anchor and the admitted drafts, or its whole prompt. Its
+    tokens see the row's cached entries and, causally, each other.
+
+    Args:
+        rows (`torch.LongTensor` of shape `(total,)`): Cache row of each token.
+        columns (`torch.LongTensor` of shape `(total,)`): Its entry there, which is the number of tokens before it.
+        offsets (`torch.LongTensor` of shape `(total,)`): Its place in its row's window.
+        num_rows (`int`): Attention reads the cache rows `0 .. num_rows - 1`.
+        width (`int`): Tokens of the longest window.
+        length (`int`): Entries that attention reads of each row: the largest column plus 1.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    offsets: torch.Tensor
+    num_rows: int
+    width: int
+    length: int
+    _elsewhere: dict[torch.device, VerifyWindow] = field(default_factory=dict, repr=False, compare=False)
+    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def pack(cls, lengths: Sequence[int], widths: Sequence[int], device: torch.device) -> VerifyWindow:
+        """Windows of `widths` tokens behind `lengths` cached ones, one of each for a row."""
+        flat = [
+            (row, length + offset, offset)
+            for row, (length, width) in enumerate(zip(lengths, widths, strict=True))
+            for offset in range(width)
+        ]
+        placed = torch.tensor(flat, dtype=torch.long, device=device).view(-1, 3)
+        ends = [length + width for length, width in zip(lengths, widths, strict=True)]
+        return cls(*placed.unbind(1), num_rows=len(ends), width=max(widths), length=max(ends))
+
+    def to(self, device: torch.device) -> VerifyWindow:
+        """The same on another device: the layers of a target may lie on several."""
+        if self.rows.device == device:
+            return self
+        if device not in self._elsewhere:
+            moved = (t.to(device) for t in (self.rows, self.columns, self.offsets))
+            self._elsewhere[device] = VerifyWindow(*moved, self.num_rows, self.width, self.length)
+        return self._elsewhere[device]
+
+    @cached_property
+    def query_columns(self) -> torch.Tensor:
+        """`(num_rows, width)` entry of each query; 0 where a window is shorter."""
+        return self.padded(self.columns)
+
+    def padded(self, packed: torch.Tensor) -> torch.Tensor:
+        """`(total, ...)` values of tokens as `(num_rows, width, ...)`, with zeros where a window is shorter."""
+        rectangle = packed.new_zeros(self.num_rows, self.width, *packed.shape[1:])
+        rectangle[self.rows, self.offsets] = packed
+        return rectangle
+
+    def packed(self, rectangle: torch.Tensor) -> torch.Tensor:
+        """Undoes [`~VerifyWindow.padded`]."""
+        return rectangle[self.rows, self.offsets]
+
+    def visible(self, sliding_window: int | None) -> torch.Tensor:
+        """`(num_rows, width, length)`: True where a query may look. Made once for all layers of a kind."""
+        if sliding_window not in self._masks:
+            entries, queries = torch.arange(self.length, device=self.rows.device), self.query_columns[..., None]
+            seen = entries <= queries  # a query of the padding sees the first entry, so that its softmax is no 0 / 0
+            if sliding_window is not None:
+                seen &= entries > queries - sliding_window
+            self._masks[sliding_window] = seen
+        return self._masks[sliding_window]
+
+
+__all__ = ["WINDOW_KEYWORD", "RaggedWindow", "VerifyWindow"]
