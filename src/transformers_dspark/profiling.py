@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
+from .attention import use_ragged_attention
+from .cache import RaggedLayer, check_layers
 from .modeling_dspark import DSparkDrafter
+from .ragged_context import RaggedContext
 from .target import few_rows_head
+from .windows import WINDOW_KEYWORD, VerifyWindow
 
 
 WARM_UP = 2
@@ -21,7 +26,8 @@ def time_steps(
     target: PreTrainedModel, rows: Sequence[int], tokens_per_row: Sequence[int], context: Sequence[int], samples: int
 ) -> Iterator[tuple[int, int, int, list[float]]]:
     """
-    Times the target's forward over rows that each hold some context and read some new tokens.
+    Times packed forwards of the target, as the batched loop makes them: rows that each hold some context read some new
+    tokens.
 
     Args:
         target (`PreTrainedModel`): On its device and in its dtype.
@@ -33,6 +39,7 @@ def time_steps(
 
     Raises:
         ValueError: a number below 1, or more positions than the target knows.
+        NotImplementedError: a target that the batched loop cannot run.
     """
     for name, values in (("rows", rows), ("tokens_per_row", tokens_per_row), ("context", context)):
         if not values or min(values) < 1:
@@ -44,30 +51,19 @@ def time_steps(
             f"context={max(context)} and {max(tokens_per_row)} tokens behind it are more than the {most} positions of "
             "this target: give a shorter context."
         )
+    check_layers(target.config)
     noise = torch.Generator().manual_seed(0)
-
-    def some_ids(*shape: int) -> torch.Tensor:
-        return torch.randint(config.vocab_size, shape, generator=noise).to(target.device)
-
-    with few_rows_head(target):
+    device = target.device
+    with use_ragged_attention(target), few_rows_head(target):
         for length in context:
-            prefix = DynamicCache(config=target.config)
-            target(some_ids(1, length), cache=prefix, use_cache=True, logits_to_keep=1)
             for count in rows:
-                cache = copy.deepcopy(prefix)
-                cache.batch_repeat_interleave(count)
+                # What the cache holds does not change the time, so no prompt has to be read.
+                layers = [RaggedLayer(count, length + max(tokens_per_row)) for _ in range(config.num_hidden_layers)]
+                cache = Cache(layers=layers)
                 for width in tokens_per_row:
-                    ids = some_ids(count, width)
-
-                    def restore(cache: DynamicCache = cache) -> DynamicCache:
-                        held = copy.copy(cache)  # a step gives layers new tensors, so the old ones serve again
-                        held.layers = [copy.copy(layer) for layer in cache.layers]
-                        return held
-
-                    def step(held: DynamicCache, ids: torch.Tensor = ids) -> None:
-                        target(ids, cache=held, use_cache=True)
-
-                    yield count, count * width, length, _sample(step, restore, target.device, samples)
+                    ids = torch.randint(config.vocab_size, (1, count * width), generator=noise).to(device)
+                    step = partial(_packed_step, target, cache, ids, [length] * count, [width] * count)
+                    yield count, count * width, length, _sample(step, device, samples)
 
 
 @torch.inference_mode()
@@ -94,31 +90,29 @@ def time_drafts(
     width = drafter.config.num_taps * drafter.config.target_hidden_size
     noise = torch.Generator().manual_seed(0)
     for count in rows:
-        taps = torch.randn(count, context, width, generator=noise).to(drafter.device, drafter.dtype)
-        positions = torch.arange(context, device=drafter.device).expand(count, context)
-        held = drafter.new_context()
-        drafter.extend_context(held, taps, positions)
+        window = VerifyWindow.pack([0] * count, [context] * count, drafter.device)
+        taps = torch.randn(1, count * context, width, generator=noise).to(drafter.device, drafter.dtype)
+        held = RaggedContext(drafter, count, context)
+        held.extend(drafter, taps, window.columns[None], window)
         anchors = torch.randint(drafter.config.vocab_size, (count,), generator=noise).to(drafter.device)
         places = torch.full((count,), context, device=drafter.device)
-
-        def block(
-            _: None, anchors: torch.Tensor = anchors, places: torch.Tensor = places, held: object = held
-        ) -> None:
-            drafter.propose(anchors, places, held)  # type: ignore[arg-type]
-
-        yield count, _sample(block, lambda: None, drafter.device, samples)
+        yield count, _sample(partial(drafter.propose, anchors, places, held), drafter.device, samples)
 
 
-def _sample(
-    work: Callable[..., None], prepare: Callable[[], object], device: torch.device, samples: int
-) -> list[float]:
-    """Seconds of `work(prepare())`, without the preparation, `samples` times after a warm-up."""
+def _packed_step(
+    target: PreTrainedModel, cache: Cache, ids: torch.Tensor, lengths: list[int], widths: list[int]
+) -> None:
+    window = VerifyWindow.pack(lengths, widths, target.device)
+    target(ids, position_ids=window.columns[None], cache=cache, use_cache=True, **{WINDOW_KEYWORD: window})
+
+
+def _sample(work: Callable[[], object], device: torch.device, samples: int) -> list[float]:
+    """Seconds of `work()`, `samples` times after a warm-up."""
     seconds = []
     for i in range(WARM_UP + samples):
-        given = prepare()
         _wait(device)
         start = time.perf_counter()
-        work(given)
+        work()
         _wait(device)
         if i >= WARM_UP:
             seconds.append(time.perf_counter() - start)
