@@ -24,6 +24,7 @@ LADDER = [
     "borrowed_dspark",
     "masks_dspark",
     "modeling_dspark",
+    "inspection",
     "sampling",
     "scheduling",
     "calibration",

@@ -50,6 +50,25 @@ def family_of(raw: dict[str, Any]) -> Family:
     )
 
 
+def read_config(path: str | os.PathLike[str], **hub: Any) -> dict[str, Any]:
+    """
+    The configuration as it stands in a folder or Hub repository.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it holds no object of fields.
+    """
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    except (AttributeError, KeyError, TypeError):
+        raw = None
+    if not isinstance(raw, dict):
+        raise ValueError(f"The config.json of {path} must hold an object of fields; fetch it again.")
+    if not raw:  # what Transformers makes of a folder without the file
+        raise FileNotFoundError(f"{path} holds no config.json; a drafter needs its configuration.")
+    return raw
+
+
 def open_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -68,14 +87,7 @@ def open_checkpoint(
         NotImplementedError: a known family, or an option of one, that cannot run yet.
     """
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-    try:
-        raw, _ = PreTrainedConfig.get_config_dict(path, **hub)
-    except (AttributeError, KeyError, TypeError):
-        raw = None
-    if not isinstance(raw, dict):
-        raise ValueError(f"The config.json of {path} must hold an object of fields; fetch it again.")
-    if not raw:  # what Transformers makes of a folder without the file
-        raise FileNotFoundError(f"{path} holds no config.json; a drafter needs its configuration.")
+    raw = read_config(path, **hub)
     if raw.get("model_type") == "dspark":
         if os.path.isdir(path):
             shard_names(local_folder(path, **hub))
@@ -90,4 +102,4 @@ def open_checkpoint(
         raise ValueError(f"{path}: {error}") from error
 
 
-__all__ = ["FAMILIES", "OpenedCheckpoint", "family_of", "open_checkpoint"]
+__all__ = ["FAMILIES", "OpenedCheckpoint", "family_of", "open_checkpoint", "read_config"]

@@ -13,17 +13,19 @@ _OWN_FIELDS = ("target_layer_ids", "mask_token_id", "block_size")
 _NEMOTRON = ("dflash_query_causal", "attention_sink_bias")
 
 
-def _has_architecture(raw: Mapping[str, Any]) -> bool:
-    return any(name in ARCHITECTURES for name in raw.get("architectures") or ())
+def _architecture(raw: Mapping[str, Any]) -> str:
+    return next((f"architecture {name}" for name in raw.get("architectures") or () if name in ARCHITECTURES), "")
 
 
-def _is_nemotron(raw: Mapping[str, Any]) -> bool:
-    return _has_architecture(raw) and (bool(raw.get("dflash_config")) or any(raw.get(name) for name in _NEMOTRON))
+def _is_nemotron(raw: Mapping[str, Any]) -> str:
+    told = [name for name in ("dflash_config", *_NEMOTRON) if raw.get(name)]
+    return f"{_architecture(raw)} with {told[0]}" if _architecture(raw) and told else ""
 
 
-def _is_deepspec(raw: Mapping[str, Any]) -> bool:
+def _is_deepspec(raw: Mapping[str, Any]) -> str:
     given = (raw.get("text_config") or {}) | (raw.get("dspark_config") or {}) | dict(raw)
-    return _has_architecture(raw) or all(given.get(name) is not None for name in _OWN_FIELDS)
+    has_fields = all(given.get(name) is not None for name in _OWN_FIELDS)
+    return _architecture(raw) or (f"fields {', '.join(_OWN_FIELDS)}" if has_fields else "")
 
 
 # The same architecture with a `dflash_config` beside the fields: causal blocks, windows and attention sinks.

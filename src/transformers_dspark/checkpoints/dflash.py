@@ -12,17 +12,23 @@ def _names(raw: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in raw.get("architectures") or ()]
 
 
-def _is_specforge(raw: Mapping[str, Any]) -> bool:
+def _is_specforge(raw: Mapping[str, Any]) -> str:
     nested = raw.get("dflash_config") or {}
-    return nested.get("projector_type") == "dspark" or (bool(nested) and "DSparkDraftModel" in _names(raw))
+    if nested.get("projector_type") == "dspark":
+        return "dflash_config.projector_type dspark"
+    return "architecture DSparkDraftModel with dflash_config" if nested and "DSparkDraftModel" in _names(raw) else ""
 
 
-def _is_lfm2(raw: Mapping[str, Any]) -> bool:
-    return "Lfm2DSparkDraftModel" in _names(raw) or (bool(raw.get("dflash_config")) and "rope_is_neox_style" in raw)
+def _is_lfm2(raw: Mapping[str, Any]) -> str:
+    if "Lfm2DSparkDraftModel" in _names(raw):
+        return "architecture Lfm2DSparkDraftModel"
+    return "dflash_config with rope_is_neox_style" if raw.get("dflash_config") and "rope_is_neox_style" in raw else ""
 
 
-def _is_dflash(raw: Mapping[str, Any]) -> bool:
-    return bool(raw.get("dflash_config")) or any(name.startswith("DFlash") for name in _names(raw))
+def _is_dflash(raw: Mapping[str, Any]) -> str:
+    if raw.get("dflash_config"):
+        return "dflash_config without a projector"
+    return next((f"architecture {name}" for name in _names(raw) if name.startswith("DFlash")), "")
 
 
 SPECFORGE = Family("SpecForge DSpark", _is_specforge, anchor_first=True)

@@ -49,8 +49,8 @@ class Family:
     """
     Args:
         name (`str`): As messages call it.
-        recognises (`Callable`): Whether a configuration, as it stands in the file, is of this family. Families are
-            asked in order, so a later one may take for granted that the earlier ones said no.
+        recognises (`Callable`): By what a configuration, as it stands in the file, is of this family; empty if it is
+            not. Families are asked in order, so a later one may take for granted that the earlier ones said no.
         anchor_first (`bool`): The layout of files that do not say.
         doubtful (`bool`): Whether files of the other layout exist that do not say it either.
         window_from (`str`): See `DSparkConfig.sliding_window_from`.
@@ -60,7 +60,7 @@ class Family:
     """
 
     name: str
-    recognises: Callable[[Mapping[str, Any]], bool]
+    recognises: Callable[[Mapping[str, Any]], str]
     anchor_first: bool
     doubtful: bool = False
     window_from: str = "query"

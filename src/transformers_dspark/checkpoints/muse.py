@@ -13,8 +13,10 @@ from .family import Family, Fields
 _ARCHITECTURE, _MODEL_TYPE = "MuseGlimmerAssistantModel", "muse_glimmer_assistant"
 
 
-def _recognises(raw: Mapping[str, Any]) -> bool:
-    return _ARCHITECTURE in (raw.get("architectures") or ()) or raw.get("model_type") == _MODEL_TYPE
+def _recognises(raw: Mapping[str, Any]) -> str:
+    if _ARCHITECTURE in (raw.get("architectures") or ()):
+        return f"architecture {_ARCHITECTURE}"
+    return f"model_type {_MODEL_TYPE}" if raw.get("model_type") == _MODEL_TYPE else ""
 
 
 def _complete(flat: Fields) -> Fields:

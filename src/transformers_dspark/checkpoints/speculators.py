@@ -8,9 +8,9 @@ from typing import Any
 from .family import Family, Fields
 
 
-def _recognises(raw: Mapping[str, Any]) -> bool:
+def _recognises(raw: Mapping[str, Any]) -> str:
     # the architectures it writes are those of SpecForge and z-lab, and it writes no model type
-    return "speculators_model_type" in raw or "speculators_config" in raw
+    return next((f"field {name}" for name in ("speculators_model_type", "speculators_config") if name in raw), "")
 
 
 def _complete(flat: Fields) -> Fields:
