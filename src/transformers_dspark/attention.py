@@ -48,7 +48,7 @@ def ragged_attention(
 
     Raises:
         RuntimeError: No `ragged_window` was passed.
-        NotImplementedError: A bias on positions; sliding windows, attention sinks or soft caps outside packed forwards.
+        NotImplementedError: A bias on positions; sliding windows, sinks or soft caps outside packed forwards.
 
     Source: grouped queries share one read of their key/value head, as in Transformers' `pack_gqa`.
     """

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .ragged_context import RaggedContext
+from .ragged_context import RaggedContext, swap_rows
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
 
@@ -110,7 +110,7 @@ class RaggedLayer(CacheLayerMixin):
         order = order.to(old[0].device)
         self.lazy_initialization(old[0][:1], old[1][:1])
         for new, before in zip((self.keys, self.values), old, strict=True):
-            new[:, :, :kept] = before[order, :, :kept]  # type: ignore[index]
+            new[:, :, :kept] = before[order, :, :kept]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.capacity, 0
@@ -165,20 +165,20 @@ class RaggedCache(Cache):
         count = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[RaggedLayer(context.rows, context.capacity) for _ in range(count)])
         self.context = context
+        self.ids: list[torch.Tensor] = []  # tokens of each row, once a call has ended
 
     @property
     def lengths(self) -> list[int]:
         """Entries of each row."""
         return self.context.lengths
 
-    def move_row(self, source: int, target: int) -> None:
-        """Puts a row in the place of another, which is lost."""
-        length = self.lengths[source]
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchanges two rows."""
+        longer = max(self.lengths[first], self.lengths[second])
         for layer in self.layers:
             if layer.is_initialized:
-                layer.keys[target, :, :length] = layer.keys[source, :, :length]
-                layer.values[target, :, :length] = layer.values[source, :, :length]
-        self.context.move_row(source, target)
+                swap_rows((layer.keys[:, :, :longer], layer.values[:, :, :longer]), first, second)
+        self.context.swap_rows(first, second)
 
     def rearrange(self, order: Sequence[int], capacity: int) -> None:
         """Puts row `order[i]` in place i, and changes the capacity of all."""

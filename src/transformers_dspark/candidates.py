@@ -19,7 +19,7 @@ from .generation_config import DraftingOptions, eos_ids
 from .modeling_dspark import DSparkDrafter
 from .processors import SpeculativeProcessors
 from .sampling import Noise, draw, pad_vocabulary
-from .target import TargetTaps
+from .target import TargetTaps, learned_positions
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -54,7 +54,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         wants_all = generation_config.return_dict_in_generate and generation_config.output_hidden_states
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, keep_all=bool(wants_all))
         self.model_kwargs_overrides = self.taps.forward_kwargs
-        self.noise = Noise(self.options.seed)
+        self.noise = Noise(self.options.seed_of(0))
         self._eos_ids = eos_ids(generation_config)
         if not isinstance(logits_processor, SpeculativeProcessors):
             listed = [] if logits_processor is None else logits_processor
@@ -67,7 +67,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._cached_before = 0
         self._unnamed = 0
         self._room: int | None = None
-        self._positions = _learned_positions(target)
+        self._positions = learned_positions(target)
 
     @torch.no_grad()
     def get_candidates(
@@ -220,13 +220,6 @@ def _room(cache: Cache | None) -> int | None:
     """Tokens that a cache of fixed size holds."""
     layers = [] if cache is None else [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
     return min((layer.get_max_length() for layer in layers), default=None)
-
-
-def _learned_positions(target: PreTrainedModel) -> int | None:
-    """Positions in a target's table of them, if it has one. Rotary embeddings know no last position."""
-    if any("Rotary" in type(module).__name__ for module in target.modules()):
-        return None
-    return getattr(target.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _mask_and_positions(

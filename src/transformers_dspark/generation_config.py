@@ -21,6 +21,8 @@ from .checkpoints import HUB_ARGUMENTS
 logger = logging.get_logger(__name__)
 
 LOOPS = ("auto", "transformers", "batched")
+VERIFY_MODES = ("static", "compact", "cap-accept")
+SCHEDULERS = ("lagged", "causal")
 
 
 class DSparkGenerationConfig(GenerationConfig):
@@ -29,38 +31,54 @@ class DSparkGenerationConfig(GenerationConfig):
     each of them is then also a keyword, or save it beside the drafter, whose defaults it then holds.
 
     Args:
-        dspark_loop (`str`): `"transformers"` is the assisted loop of Transformers, for batch size 1; `"auto"` chooses
-            it as well in this version.
+        dspark_loop (`str`): `"transformers"` is the assisted loop of Transformers, for batch size 1; `"batched"` is
+            ours, for any batch size; `"auto"` takes the first for one prompt without a cost table, else the second.
+        verify_mode (`str`, *optional*): `"static"` verifies every drafted token; `"compact"` only those that the
+            schedule admits; `"cap-accept"` verifies all and commits no more than compact would. Defaults to
+            `"compact"` with a cost table, else to `"static"`.
+        step_cost_table (`str`, `os.PathLike` or `StepCostTable`, *optional*): What a step of the target costs on this
+            machine, as measured by `dspark profile`. With it, rows and batches for which drafting does not pay decode
+            without drafts.
+        scheduler (`str`): `"lagged"` takes the budget from confidences two rounds old, `"causal"` stops at the first
+            token that does not pay.
         max_verify_tokens (`int`, *optional*): Most drafted tokens sent to the target per row and round. Defaults to
             the drafter's block size.
-        seed (`int`, *optional*): Seeds drafts, acceptance and bonus of each call. Defaults to PyTorch's global
-            generator.
+        seed (`int` or `list[int]`, *optional*): Seeds drafts, acceptance and bonus of each call; row r of a batch
+            takes `seed + r`, or its own of a list. Defaults to PyTorch's global generator.
         assistant_confidence_threshold (`float`): In 0..1: a block ends before its first token whose confidence is
             lower. Defaults to 0.0, which never cuts. With a plain `GenerationConfig`, Transformers' own default of 0.4
             counts as not set.
 
     Raises:
         ValueError: an option out of range.
-        NotImplementedError: `dspark_loop="batched"`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         self.dspark_loop = kwargs.pop("dspark_loop", "auto")
+        self.verify_mode = kwargs.pop("verify_mode", None)
+        self.step_cost_table = kwargs.pop("step_cost_table", None)
+        self.scheduler = kwargs.pop("scheduler", "lagged")
         self.max_verify_tokens = kwargs.pop("max_verify_tokens", None)
         self.seed = kwargs.pop("seed", None)
         if kwargs.get("assistant_confidence_threshold") is None:
             kwargs["assistant_confidence_threshold"] = 0.0
         super().__init__(**kwargs)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As for any configuration; a table of step costs becomes the plain numbers it is loaded from."""
+        table = getattr(self, "step_cost_table", None)
+        plain = {} if table is None or isinstance(table, (str, os.PathLike, dict)) else table.to_dict()
+        return super().to_dict() | ({"step_cost_table": plain} if plain else {})
+
     def validate(self, *args: Any, **kwargs: Any) -> None:
         super().validate(*args, **kwargs)
-        if self.dspark_loop not in LOOPS:
-            raise ValueError(f"dspark_loop={self.dspark_loop!r} must be one of {LOOPS}.")
-        if self.dspark_loop == "batched":
-            raise NotImplementedError(
-                "dspark_loop='batched' is not available in this version: use 'auto' or 'transformers', one prompt at "
-                "a time."
-            )
+        for name, allowed in (
+            ("dspark_loop", LOOPS),
+            ("verify_mode", (None, *VERIFY_MODES)),
+            ("scheduler", SCHEDULERS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")
         _check_range("max_verify_tokens", self.max_verify_tokens, 0, None)
         _check_range("assistant_confidence_threshold", self.assistant_confidence_threshold, 0.0, 1.0)
 
@@ -73,12 +91,28 @@ class DraftingOptions:
     Args:
         width (`int`): Most drafted tokens per row and round, 0..gamma.
         confidence_threshold (`float`): In 0..1; 0.0 never cuts.
-        seed (`int`, *optional*): Seed of this call.
+        seed (`int` or `list[int]`, *optional*): Seed of this call, or of each row.
+        loop (`str`): One of `LOOPS`.
+        verify_mode (`str`): One of `VERIFY_MODES`.
+        scheduler (`str`): One of `SCHEDULERS`.
+        step_cost_table (`str`, `os.PathLike` or `StepCostTable`, *optional*): As it was given.
     """
 
     width: int
     confidence_threshold: float = 0.0
-    seed: int | None = None
+    seed: int | list[int] | None = None
+    loop: str = "auto"
+    verify_mode: str = "static"
+    scheduler: str = "lagged"
+    step_cost_table: Any = None
+
+    def seed_of(self, row: int) -> int | None:
+        """Seed of a row; `None` leaves it to PyTorch's global generator."""
+        if self.seed is None or isinstance(self.seed, int):
+            return None if self.seed is None else self.seed + row
+        if row >= len(self.seed):
+            raise ValueError(f"seed has {len(self.seed)} numbers, and there are more rows: give one for each.")
+        return int(self.seed[row])
 
     @classmethod
     def resolve(cls, generation_config: GenerationConfig, drafter: Any) -> DraftingOptions:
@@ -90,7 +124,8 @@ class DraftingOptions:
             drafter (`DSparkDrafter`): The drafter; its `generation_config` is optional.
 
         Raises:
-            ValueError: an option out of range, or a threshold for a drafter without a confidence head.
+            ValueError: an option out of range; a threshold or a schedule for a drafter without a confidence head; a
+                schedule without a cost table.
         """
         gamma = drafter.config.num_draft_tokens
         beside = getattr(drafter, "generation_config", None)
@@ -108,10 +143,20 @@ class DraftingOptions:
                 f"assistant_confidence_threshold={threshold} needs a drafter with a confidence head, which this one "
                 "lacks: leave it at 0."
             )
+        table = _given("step_cost_table", generation_config, beside)
+        schedules = table is not None and drafter.config.enable_confidence_head
+        mode = _given("verify_mode", generation_config, beside) or ("compact" if schedules else "static")
+        if mode != "static" and not schedules:
+            lacks = "step_cost_table, see `dspark profile`" if table is None else "a drafter with a confidence head"
+            raise ValueError(f"verify_mode={mode!r} needs {lacks}: or use 'static'.")
         return cls(
             width=min([gamma, *(value for value in asked if value is not None)]),
             confidence_threshold=threshold,
             seed=_given("seed", generation_config, beside),
+            loop=_given("dspark_loop", generation_config, beside) or "auto",
+            verify_mode=mode,
+            scheduler=_given("scheduler", generation_config, beside) or "lagged",
+            step_cost_table=table,
         )
 
 

@@ -55,7 +55,7 @@ class SpeculativeProcessors(LogitsProcessorList):
         self, processors: Iterable[LogitsProcessor], eos_ids: frozenset[int] | set[int] = frozenset()
     ) -> None:
         super().__init__(processors)
-        self._stateful = [index for index, processor in enumerate(self) if not _is_stateless(processor)]
+        self._stateful = [index for index, processor in enumerate(self) if not is_stateless(processor)]
         self._eos_ids = eos_ids
         self.users_own = any(map(_is_users_own, self))
         self._copies: LogitsProcessorList | None = None
@@ -69,7 +69,7 @@ class SpeculativeProcessors(LogitsProcessorList):
             try:
                 if len(list(itertools.islice(_parts(inside, set()), _MOST_PARTS + 1))) > _MOST_PARTS:
                     raise ValueError(f"it holds more than {_MOST_PARTS} objects")
-                _copied(inside)
+                twins(inside)
             except Exception as error:  # whatever a user's class raises when it is copied
                 logger.warning_once(
                     f"{name} keeps state and cannot be copied ({error}), so nothing is drafted in this call. A "
@@ -109,7 +109,7 @@ class SpeculativeProcessors(LogitsProcessorList):
 
     def _copied_list(self, without_models: bool = False) -> LogitsProcessorList:
         # copied together: two of them may share an object
-        copies = dict(zip(self._stateful, _copied([self[index] for index in self._stateful]), strict=True))
+        copies = dict(zip(self._stateful, twins([self[index] for index in self._stateful]), strict=True))
         return LogitsProcessorList(
             copies.get(index, processor)
             for index, processor in enumerate(self)
@@ -154,17 +154,24 @@ class SpeculativeStopping(StoppingCriteriaList):
         return super().__call__(input_ids, scores, **kwargs)
 
 
+def asks_user(processor: Any) -> bool:
+    """Whether it is the library's processor that asks a callable of the user's."""
+    return type(processor).__module__ == _LIBRARY and type(processor).__name__ == _ASKS_USER
+
+
 def _inside(processor: Any) -> Any:
     """What may keep state: the processor, or the user's callable that it asks."""
-    asks = type(processor).__module__ == _LIBRARY and type(processor).__name__ == _ASKS_USER
-    return next(iter(inner for inner in vars(processor).values() if callable(inner))) if asks else processor
+    if not asks_user(processor):
+        return processor
+    return next(iter(inner for inner in vars(processor).values() if callable(inner)))
 
 
 def _is_users_own(processor: Any) -> bool:
-    return type(processor).__module__ != _LIBRARY or type(processor).__name__ == _ASKS_USER
+    return type(processor).__module__ != _LIBRARY or asks_user(processor)
 
 
-def _is_stateless(processor: Any) -> bool:
+def is_stateless(processor: Any) -> bool:
+    """Whether a processor is a function of its arguments, see [`SpeculativeProcessors`]."""
     inside = _inside(processor)
     if isinstance(inside, types.FunctionType):
         return not _can_remember(inside)
@@ -175,7 +182,7 @@ def _can_remember(function: types.FunctionType) -> bool:
     return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function))
 
 
-def _copied(value: Any) -> Any:
+def twins(value: Any) -> Any:
     """A copy with state of its own. Models and tokenizers are shared: they are large, and nothing decoding changes."""
     memo: dict[int, Any] = {}
     functions: list[tuple[types.FunctionType, types.FunctionType]] = []

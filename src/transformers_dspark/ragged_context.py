@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .backbone_dspark import DSparkContext, KeysValues
@@ -27,10 +29,10 @@ class RaggedContext(DSparkContext):
         self.lengths = [0] * rows
         self.live = rows  # rows before this one are drafted for
         self._block_size = drafter.config.block_size
-        self._positions = torch.full((rows, capacity), -1, device=drafter.device)
+        self._places = torch.full((rows, capacity), -1, device=drafter.device)  # position of each entry
 
     @property
-    def length(self) -> int:  # type: ignore[override]
+    def length(self) -> int:
         """Entries of the longest live row."""
         return max(self.lengths[: self.live], default=0)
 
@@ -39,7 +41,7 @@ class RaggedContext(DSparkContext):
         """Rows have lengths of their own."""
 
     @property
-    def has_gaps(self) -> bool:  # type: ignore[override]
+    def has_gaps(self) -> bool:
         """Whether some live row is shorter than another."""
         return len(set(self.lengths[: self.live])) > 1
 
@@ -50,7 +52,7 @@ class RaggedContext(DSparkContext):
     @property
     def positions(self) -> torch.Tensor:
         """`(live, length)` absolute positions of the committed tokens; -1 behind a row's last."""
-        return self._positions[: self.live, : self.length]
+        return self._places[: self.live, : self.length]
 
     def extend(
         self, drafter: DSparkDrafter, taps: torch.Tensor, position_ids: torch.Tensor, window: VerifyWindow
@@ -69,7 +71,7 @@ class RaggedContext(DSparkContext):
         for layer, pair in enumerate(drafter.context_keys_values(taps, position_ids)):
             for buffer, new in zip(self._buffer(layer, *pair), pair, strict=True):
                 buffer[window.rows, :, window.columns] = new[0].transpose(0, 1)
-        self._positions[window.rows, window.columns] = position_ids[0]
+        self._places[window.rows, window.columns] = position_ids[0]
 
     def stage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
         """Writes a block's entries behind those of the longest live row; returns views of all live rows."""
@@ -83,33 +85,38 @@ class RaggedContext(DSparkContext):
     def picked(self, rows: list[int]) -> DSparkContext:
         """A copy of some rows, to draft for these alone."""
         some = DSparkContext(len(self._buffers))
-        index = torch.tensor(rows, device=self._positions.device)
+        index = torch.tensor(rows, device=self._places.device)
         some.length = max(self.lengths[row] for row in rows)
         some.has_gaps = len({self.lengths[row] for row in rows}) > 1
-        some._positions = self._positions[index, : some.length]
+        some._positions = self._places[index, : some.length]
         some._buffers = [
             None if pair is None else (pair[0][index][:, :, : some.length], pair[1][index][:, :, : some.length])
             for pair in self._buffers
         ]
         return some
 
-    def move_row(self, source: int, target: int) -> None:
-        """Puts a row in the place of another, which is lost."""
-        length = self.lengths[target] = self.lengths[source]
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchanges two rows."""
         for pair in self._buffers:
-            for buffer in pair or ():
-                buffer[target, :, :length] = buffer[source, :, :length]
-        self._positions[target] = self._positions[source]
+            if pair is not None:
+                swap_rows(pair, first, second)
+        swap_rows((self._places,), first, second)
+        self.lengths[first], self.lengths[second] = self.lengths[second], self.lengths[first]
+
+    def cut(self, row: int, length: int) -> None:
+        """Forgets a row's entries from `length` on."""
+        self.lengths[row] = length
+        self._places[row, length:] = -1
 
     def rearrange(self, order: torch.Tensor, capacity: int) -> None:
         """Puts row `order[i]` in place i, and changes the capacity of all."""
-        index, kept = order.to(self._positions.device), min(capacity, self.capacity)
+        index, kept = order.to(self._places.device), min(capacity, self.capacity)
         self.lengths[:] = [self.lengths[row] for row in order.tolist()]
         self.rows = self.live = len(order)
         self.capacity = capacity
-        positions, buffers = self._positions, self._buffers
-        self._positions = positions.new_full((self.rows, capacity), -1)
-        self._positions[:, :kept] = positions[index, :kept]
+        positions, buffers = self._places, self._buffers
+        self._places = positions.new_full((self.rows, capacity), -1)
+        self._places[:, :kept] = positions[index, :kept]
         self._buffers = [None] * len(buffers)
         for layer, pair in enumerate(buffers):
             if pair is not None:
@@ -126,4 +133,10 @@ class RaggedContext(DSparkContext):
         return found
 
 
-__all__ = ["RaggedContext"]
+def swap_rows(buffers: Sequence[torch.Tensor], first: int, second: int) -> None:
+    """Exchanges two rows of `(rows, ...)` buffers in place."""
+    for buffer in buffers:
+        buffer[[first, second]] = buffer[[second, first]]
+
+
+__all__ = ["RaggedContext", "swap_rows"]

@@ -6,6 +6,7 @@ Nothing here knows models, caches or generation options.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -138,4 +139,21 @@ class Noise:
         return torch.rand(shape, dtype=torch.float64, generator=self._generator).to(device)
 
 
-__all__ = ["Noise", "Verdict", "accept", "accept_greedy", "draw", "pad_vocabulary"]
+class RowNoise:
+    """
+    Uniforms of the rows of a batch, a stream for each, so that a row's draws do not depend on the others.
+
+    Args:
+        seeds (`Sequence[int]`): Seed of each row.
+    """
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, rows: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
+        """The next `(len(rows), count)` float64 uniforms in [0, 1) of some rows."""
+        drawn = [torch.rand(count, dtype=torch.float64, generator=self._generators[row]) for row in rows]
+        return torch.stack(drawn).to(device)
+
+
+__all__ = ["Noise", "RowNoise", "Verdict", "accept", "accept_greedy", "draw", "pad_vocabulary"]

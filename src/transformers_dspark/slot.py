@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 from . import _compat
 from .candidates import DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
+from .decoding import batched_decoding
 from .generation_config import DraftingOptions, eos_ids
 from .modeling_dspark import DSparkDrafter
 from .processors import SpeculativeProcessors, SpeculativeStopping
@@ -49,11 +50,6 @@ def check_request(
         raise NotImplementedError(
             f"A DSpark drafter works with greedy decoding and sampling; this call asks for {mode.value}. Set "
             "num_beams=1 and leave the options of other search methods unset, or drop the drafter."
-        )
-    if (config.num_return_sequences or 1) > 1:
-        raise NotImplementedError(
-            f"num_return_sequences={config.num_return_sequences} is not supported with a DSpark drafter yet: call "
-            "generate once per sequence."
         )
     if target.config.is_encoder_decoder:
         raise NotImplementedError(f"{name} is an encoder-decoder model; DSpark drafts for decoder-only targets.")
@@ -114,7 +110,7 @@ def assisted_decoding(
     **kwargs: Any,
 ) -> ModelOutput | torch.LongTensor:
     """
-    Runs Transformers' assisted loop with a DSpark drafter.
+    Runs a DSpark drafter in Transformers' assisted loop, or in the batched one, as the call's options say.
 
     Args:
         loop (`Callable`): The method `_compat.ASSISTED_LOOP`; the other arguments are those it takes.
@@ -124,8 +120,15 @@ def assisted_decoding(
         The token ids, or a [`DSparkGenerateOutput`] with `return_dict_in_generate=True`.
 
     Raises:
-        NotImplementedError: more than one prompt, or a cache that cannot be rolled back.
+        NotImplementedError: a cache that cannot be rolled back, or a legal request that the loop does not serve.
+        ValueError: several prompts for the assisted loop, or inputs that contradict each other.
     """
+    options = DraftingOptions.resolve(generation_config, assistant_model)
+    if options.loop == "batched" or (options.loop == "auto" and (len(input_ids) != 1 or options.step_cost_table)):
+        kwargs.pop("synced_gpus", None)
+        return batched_decoding(
+            target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, **kwargs
+        )
     cache = kwargs.get("cache")
     _check_call(target, input_ids, cache)
     processors = SpeculativeProcessors(logits_processor, eos_ids(generation_config))
@@ -155,7 +158,7 @@ def generate(
     **model_kwargs: Any,
 ) -> ModelOutput | torch.LongTensor:
     r"""
-    Decoding method for `custom_generate`, the public door of `generate`. Batch size 1 in this version.
+    Decoding method for `custom_generate`, the public door of `generate`. Any batch size.
 
     ```python
     >>> target.generate(**inputs, custom_generate=transformers_dspark.generate, drafter=drafter, max_new_tokens=256)
@@ -193,9 +196,9 @@ def generate(
 
 def _check_call(target: PreTrainedModel, input_ids: torch.Tensor, cache: Cache | None) -> None:
     if input_ids.shape[0] != 1:
-        raise NotImplementedError(
-            f"This version generates with a DSpark drafter for one prompt at a time, and was given "
-            f"{input_ids.shape[0]}: call generate once per prompt."
+        raise ValueError(
+            f"dspark_loop='transformers' takes one prompt, and this call has {input_ids.shape[0]}: use 'auto' or "
+            "'batched'."
         )
     if not isinstance(cache, Cache):
         raise NotImplementedError(

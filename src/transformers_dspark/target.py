@@ -161,4 +161,11 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-__all__ = ["TargetTaps", "decoder_layers", "few_rows_head"]
+def learned_positions(target: PreTrainedModel) -> int | None:
+    """Positions in a target's table of them, if it has one. Rotary embeddings know no last position."""
+    if any("Rotary" in type(module).__name__ for module in target.modules()):
+        return None
+    return getattr(target.config.get_text_config(), "max_position_embeddings", None)
+
+
+__all__ = ["TargetTaps", "decoder_layers", "few_rows_head", "learned_positions"]

@@ -27,6 +27,8 @@ class GenerationStats:
         draft_seconds (`float`): Time spent drafting.
         verify_seconds (`float`): Time spent in the target's steps and in acceptance, without the prefill. Both are
             wall time between points where the host waits for the device anyway.
+        schedule (`dict[str, int]`, *optional*): With a table of step costs, how often rows and rounds went without
+            drafts because these would not have paid.
         tested_by_position, passed_by_position (`list[int]`): Over all rows, drafted tokens at each block position
             whose prefix was accepted, and those of them that were accepted too.
     """
@@ -36,6 +38,7 @@ class GenerationStats:
     verify_lengths: list[list[int]] = field(default_factory=list)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    schedule: dict[str, int] | None = None
     tested_by_position: list[int] = field(default_factory=list, repr=False)
     passed_by_position: list[int] = field(default_factory=list, repr=False)
 
@@ -103,6 +106,7 @@ class GenerationStats:
             "verify_lengths": self.verify_lengths,
             "draft_seconds": self.draft_seconds,
             "verify_seconds": self.verify_seconds,
+            **({} if self.schedule is None else {"schedule": self.schedule}),
         }
 
 

@@ -58,22 +58,34 @@ class VerifyWindow:
     tokens see the row's cached entries and, causally, each other.
 
     Args:
-        rows (`torch.LongTensor` of shape `(total,)`): Cache row of each token.
-        columns (`torch.LongTensor` of shape `(total,)`): Its entry there, which is the number of tokens before it.
-        offsets (`torch.LongTensor` of shape `(total,)`): Its place in its row's window.
+        places (`torch.LongTensor` of shape `(3, total)`): For each token its cache row, its entry there, which is the
+            number of tokens before it, and its place in its row's window.
         num_rows (`int`): Attention reads the cache rows `0 .. num_rows - 1`.
         width (`int`): Tokens of the longest window.
         length (`int`): Entries that attention reads of each row: the largest column plus 1.
     """
 
-    rows: torch.Tensor
-    columns: torch.Tensor
-    offsets: torch.Tensor
+    places: torch.Tensor
     num_rows: int
     width: int
     length: int
     _elsewhere: dict[torch.device, VerifyWindow] = field(default_factory=dict, repr=False, compare=False)
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """`(total,)` cache row of each token."""
+        return self.places[0]
+
+    @property
+    def columns(self) -> torch.Tensor:
+        """`(total,)` entry of each token in its row."""
+        return self.places[1]
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """`(total,)` place of each token in its row's window."""
+        return self.places[2]
 
     @classmethod
     def pack(cls, lengths: Sequence[int], widths: Sequence[int], device: torch.device) -> VerifyWindow:
@@ -83,18 +95,25 @@ class VerifyWindow:
             for row, (length, width) in enumerate(zip(lengths, widths, strict=True))
             for offset in range(width)
         ]
-        placed = torch.tensor(flat, dtype=torch.long, device=device).view(-1, 3)
+        places = torch.tensor(flat, dtype=torch.long, device=device).view(-1, 3).T.contiguous()
         ends = [length + width for length, width in zip(lengths, widths, strict=True)]
-        return cls(*placed.unbind(1), num_rows=len(ends), width=max(widths), length=max(ends))
+        return cls(places, num_rows=len(ends), width=max(widths), length=max(ends))
 
     def to(self, device: torch.device) -> VerifyWindow:
         """The same on another device: the layers of a target may lie on several."""
-        if self.rows.device == device:
+        if self.places.device == device:
             return self
         if device not in self._elsewhere:
-            moved = (t.to(device) for t in (self.rows, self.columns, self.offsets))
-            self._elsewhere[device] = VerifyWindow(*moved, self.num_rows, self.width, self.length)
+            self._elsewhere[device] = VerifyWindow(self.places.to(device), self.num_rows, self.width, self.length)
         return self._elsewhere[device]
+
+    def only(self, keep: torch.Tensor) -> VerifyWindow:
+        """Without the tokens `(total,)` that are not kept."""
+        return VerifyWindow(self.places[:, keep], self.num_rows, self.width, self.length)
+
+    def counts(self) -> list[int]:
+        """Tokens of each row."""
+        return torch.bincount(self.rows, minlength=self.num_rows).tolist()
 
     @cached_property
     def query_columns(self) -> torch.Tensor:

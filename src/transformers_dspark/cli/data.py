@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 def _prompts(args: argparse.Namespace) -> int:
     from ..training.prompts import SOURCES, Source, build_prompts, write_prompts
 
-    kinds = SOURCES
+    kinds: tuple[Source, ...] = SOURCES
     if args.from_target:
         from ..training.self_prompts import self_prompts
 

@@ -1,0 +1,1 @@
+"""Parts of the batched loop: rows of one call that advance at different speeds."""

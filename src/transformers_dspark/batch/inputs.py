@@ -1,0 +1,123 @@
+"""What a call of the batched loop starts from: each row's real tokens, their positions, and the caches to write to."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..cache import RaggedCache
+from ..modeling_dspark import DSparkDrafter
+from ..ragged_context import RaggedContext
+
+
+# arguments of a forward that the loop makes anew in each round, or that say nothing about the text
+_HANDLED = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep", "token_type_ids"}
+
+
+@dataclass(frozen=True)
+class BatchInputs:
+    """
+    Args:
+        ids (`list[torch.LongTensor]`): Each row's tokens `(n,)` without padding.
+        positions (`list[torch.LongTensor]`): Their absolute positions.
+        columns (`list[torch.LongTensor]`): Their columns in the caller's `input_ids`.
+        shifts (`list[int]`): What a row's position is ahead of its number of earlier tokens.
+        cache (`RaggedCache`): Holds a row's beginning already where a cache of an earlier call was given.
+        pad_id (`int`): Stands behind a text that ended.
+    """
+
+    ids: list[torch.Tensor]
+    positions: list[torch.Tensor]
+    columns: list[torch.Tensor]
+    shifts: list[int]
+    cache: RaggedCache
+    pad_id: int
+
+    @classmethod
+    def read(
+        cls,
+        target: PreTrainedModel,
+        drafter: DSparkDrafter,
+        input_ids: torch.Tensor,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ) -> BatchInputs:
+        """
+        Raises:
+            NotImplementedError: inputs other than text, or a cache that the loop cannot go on from.
+            ValueError: no row, an empty row, padding on the right, or a mask that does not fit.
+        """
+        if input_ids.shape[0] == 0:
+            raise ValueError("The batch is empty: give at least one prompt.")
+        known = inspect.signature(target.forward).parameters.keys() - _HANDLED
+        if others := sorted(n for n in known if isinstance(model_kwargs.get(n), torch.Tensor)):
+            raise NotImplementedError(
+                f"The batched loop reads text only, and was given {', '.join(others)}: generate for one prompt at a "
+                "time with dspark_loop='transformers', or without the drafter."
+            )
+        given = model_kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if given is None else given
+        if mask.shape != input_ids.shape:
+            raise ValueError(
+                f"The attention mask has shape {tuple(mask.shape)}, the ids {tuple(input_ids.shape)}: the batched "
+                "loop needs a mask of the whole text, and ids that repeat what a cache holds."
+            )
+        real = mask.bool()
+        if not bool(real[:, -1].all()):
+            row = int((~real[:, -1]).nonzero()[0])
+            raise ValueError(
+                f"Row {row} is empty or padded on the right: set `tokenizer.padding_side = 'left'`, and give each "
+                "prompt at least one token."
+            )
+        position_ids = model_kwargs.get("position_ids")
+        if position_ids is None:
+            position_ids = (real.long().cumsum(dim=1) - 1).clamp(min=0)
+        elif position_ids.dim() == 3:
+            position_ids = position_ids[0]  # multimodal rotary positions: the first axis is the text's
+        position_ids = position_ids[:, -input_ids.shape[1] :].expand(input_ids.shape)
+        columns = [row.nonzero().squeeze(1) for row in real]
+        positions = [position_ids[row, index] for row, index in enumerate(columns)]
+        ids = [input_ids[row, index] for row, index in enumerate(columns)]
+        shifts = [int(p[-1]) - (len(p) - 1) for p in positions]
+        capacity = int(config.max_length or 0)
+        cache = _cache(target, drafter, ids, capacity, model_kwargs.get("cache"))
+        return cls(ids, positions, columns, shifts, cache, _pad_id(config))
+
+    def real(self, row: int, text: torch.Tensor, end: int) -> torch.Tensor:
+        """A row's tokens without padding, up to `end` of `text`."""
+        behind = self.columns[row][-1] + 1
+        return torch.cat((self.ids[row], text[row, behind:end]))
+
+
+def _cache(
+    target: PreTrainedModel, drafter: DSparkDrafter, ids: list[torch.Tensor], capacity: int, given: Cache | None
+) -> RaggedCache:
+    """A cache for these texts; that of an earlier call, cut to what the texts share with it, if there is one."""
+    if not isinstance(given, RaggedCache):
+        # any other cache knows nothing of the drafter's context, so the whole text is read once more
+        return RaggedCache(target.config, RaggedContext(drafter, len(ids), capacity))
+    if len(given.ids) != len(ids):
+        raise ValueError(
+            f"The cache holds {len(given.ids)} texts, and this call has {len(ids)}: they must be the same."
+        )
+    given.rearrange(range(len(ids)), max(capacity, given.context.capacity))
+    for row, (old, new) in enumerate(zip(given.ids, ids, strict=True)):
+        # at least the last token is read again: its logits choose the next one
+        most = min(given.lengths[row], len(new) - 1)
+        same = (old[:most] == new[:most].to(old.device)).long().cumprod(dim=0)
+        given.context.cut(row, int(same.sum()))
+    return given
+
+
+def _pad_id(config: GenerationConfig) -> int:
+    eos = config.eos_token_id
+    first = eos[0] if isinstance(eos, (list, tuple)) else eos
+    return int(next(value for value in (config.pad_token_id, first, 0) if value is not None))
+
+
+__all__ = ["BatchInputs"]

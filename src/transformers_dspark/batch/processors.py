@@ -1,0 +1,168 @@
+"""
+Logits processors for rows that advance at different speeds: each position is shown what plain decoding would show it.
+
+A row's prefix is the row of `input_ids` that plain generation would hold at that point, padding on the left included.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from ..processors import SpeculativeProcessors, asks_user, is_stateless, twins
+
+
+# Those of Transformers whose result for a row depends on its scores and on the set of tokens in its prefix alone, so
+# that positions of many rows and lengths can share one call.
+_LIBRARY = "transformers.generation.logits_process"
+_SHARED = {
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "RepetitionPenaltyLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+_READS_PREFIX = "RepetitionPenaltyLogitsProcessor"
+
+Ends = Sequence[int]
+
+
+class RowProcessors:
+    """
+    The processors of a call, for positions of several rows at a time.
+
+    If each of them is a function of the scores and of the set of earlier tokens, all positions go through it together.
+    Otherwise every row has [`SpeculativeProcessors`] of its own, with copies of what keeps state, and its positions go
+    through them one by one. There a processor sees one row, as in a call for that row alone, and a
+    `prefix_allowed_tokens_fn` still gets the row's number.
+
+    Args:
+        processors (`LogitsProcessorList`): Those of the call.
+        rows (`int`): Rows of the call.
+        eos_ids (`set[int]`): Tokens that end a text.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, rows: int, eos_ids: set[int]) -> None:
+        self._shared = LogitsProcessorList(map(_without_padding, processors))
+        self._by_row: list[SpeculativeProcessors] | None = None
+        self._readers = [p for p in processors if type(p).__name__ == _READS_PREFIX]
+        if not all(map(_is_shared, processors)):
+            self._by_row = [SpeculativeProcessors(_of_row(processors, row, rows), eos_ids) for row in range(rows)]
+
+    @property
+    def can_speculate(self) -> bool:
+        """Whether drafted positions may be asked for at all."""
+        return self._by_row is None or all(processors.can_speculate for processors in self._by_row)
+
+    def __call__(
+        self, text: torch.Tensor, rows: Sequence[int], ends: Ends, scores: torch.Tensor, draft: bool = False
+    ) -> torch.Tensor:
+        """
+        Processed scores.
+
+        Args:
+            text (`torch.LongTensor` of shape `(all_rows, capacity)`): The texts, drafted tokens behind committed ones.
+            rows (`Sequence[int]`): Row of each position; the positions of a row come in order.
+            ends (`Sequence[int]`): Length of the prefix of each position.
+            scores (`torch.FloatTensor` of shape `(n, vocab)`): Logits of the positions. They may be changed.
+            draft (`bool`): The scores are the drafter's: nothing that keeps state takes notice of them.
+        """
+        if self._by_row is None:
+            return self._shared(self._prefixes(text, rows, ends), scores) if self._shared else scores
+        processed = []
+        for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
+            ours = self._by_row[row]
+            asked: Callable[..., Any] = ours.for_drafting() if draft else ours
+            processed.append(asked(text[row : row + 1, :end], scores[index : index + 1]))
+        return torch.cat(processed)
+
+    def commit(self, row: int, end: int) -> None:
+        """Ends a round of a row: its text now has `end` tokens."""
+        if self._by_row is not None:
+            self._by_row[row].commit(end)
+
+    def _prefixes(self, text: torch.Tensor, rows: Sequence[int], ends: Ends) -> torch.Tensor:
+        """`(n, longest)` prefixes without padding; what is too short repeats its last token, which changes no set."""
+        index = torch.tensor(rows, device=text.device)
+        if not self._readers:
+            return text[index, :1]
+        limits, starts = torch.tensor(ends, device=text.device)[:, None], 0
+        for reader in self._readers:  # all of one call ignore the same padding
+            if reader.prompt_ignore_length is not None:
+                starts = reader.prompt_ignore_length.to(text.device)[index, None]
+        columns = torch.arange(max(ends), device=text.device)
+        prefixes = text[index, : max(ends)]
+        return torch.where((columns >= starts) & (columns < limits), prefixes, prefixes.gather(1, limits - 1))
+
+
+def _is_shared(processor: LogitsProcessor) -> bool:
+    named = type(processor).__module__ == _LIBRARY and type(processor).__name__ in _SHARED
+    return named and not isinstance(getattr(processor, "prompt_ignore_length", None), int)
+
+
+def _without_padding(processor: Any) -> Any:
+    """The processor without the padding that it ignores, where its prefixes come without any."""
+    if getattr(processor, "prompt_ignore_length", None) is None:
+        return processor
+    processor = copy.copy(processor)
+    processor.prompt_ignore_length = None
+    return processor
+
+
+class _RowNumber:
+    """A user's `prefix_allowed_tokens_fn`, asked about one row of a batch."""
+
+    def __init__(self, function: Callable[..., Any], row: int) -> None:
+        self.function, self.row = function, row
+
+    def __call__(self, batch_id: int, input_ids: torch.Tensor) -> Any:
+        return self.function(self.row, input_ids)
+
+
+def _of_row(processors: LogitsProcessorList, row: int, rows: int) -> list[Any]:
+    """The processors as one row asks them. The first row keeps the call's own objects, if it is alone."""
+    ours = list(processors)
+    if rows > 1:
+        stateful = [index for index, processor in enumerate(ours) if not is_stateless(processor)]
+        try:
+            copies = twins([ours[index] for index in stateful])
+        except Exception as error:  # whatever a user's class raises when it is copied
+            names = ", ".join(type(ours[index]).__name__ for index in stateful)
+            raise ValueError(
+                f"{names} keeps state and cannot be copied for each row ({error}): give it a `__deepcopy__` method, "
+                "or generate for one prompt at a time."
+            ) from error
+        for index, twin in zip(stateful, copies, strict=True):
+            ours[index] = twin
+        for index, processor in enumerate(ours):
+            _cut_to_row(processor, row, rows)
+            if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+                ours[index] = copy.copy(processor)
+                ours[index].prompt_ignore_length = ignored[row : row + 1]
+            if asks_user(processor):
+                ours[index] = copy.copy(processor)
+                (name,) = (n for n, value in vars(processor).items() if callable(value))
+                setattr(ours[index], name, _RowNumber(getattr(processor, name), row))
+    return ours
+
+
+def _cut_to_row(processor: Any, row: int, rows: int) -> None:
+    """Classifier-free guidance holds the negative prompts of all rows; the copy of a row needs its own."""
+    context = getattr(processor, "unconditional_context", None)
+    if isinstance(context, dict):
+        for name, value in context.items():
+            if isinstance(value, torch.Tensor) and value.shape[0] == rows:
+                context[name] = value[row : row + 1]
+
+
+__all__ = ["RowProcessors"]

@@ -1,0 +1,140 @@
+"""What is drafted and what is verified in each round of the batched loop, by confidence and measured cost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..generation_config import DraftingOptions
+from ..modeling_dspark import DSparkDrafter
+from ..scheduling import DraftGate, budget, causal_lengths, survival, threshold_caps, top_k_lengths
+from ..step_costs import StepCostTable
+
+
+LAG = 2  # rounds between the confidences that choose a budget and the round that spends it
+
+
+class RoundSchedule:
+    """
+    The schedule of one call. Without a table of step costs every row drafts in every round, and what is drafted is
+    verified.
+
+    Args:
+        options (`DraftingOptions`): Of the call.
+        target (`PreTrainedModel`), drafter (`DSparkDrafter`): The pair.
+        rows (`int`): Rows of the call.
+
+    Raises:
+        ValueError: the table is another target's.
+    """
+
+    def __init__(self, options: DraftingOptions, target: PreTrainedModel, drafter: DSparkDrafter, rows: int) -> None:
+        self._options, self._gamma = options, drafter.config.num_draft_tokens
+        self.table = _table(options.step_cost_table)
+        self._gate = None
+        if self.table is not None:
+            self.table.check_target(target)
+            self._gate = DraftGate(rows, self._gamma)
+        # confidences of the rounds before, the oldest first; NaN where a row has none
+        self._history = [torch.full((rows, self._gamma), float("nan")) for _ in range(LAG)]
+        self._rows = rows
+
+    def drafting(self, rows: list[int], caps: list[int], context: float) -> list[bool]:
+        """
+        Which of the live rows draft in the coming round.
+
+        Args:
+            rows (`list[int]`): The live rows.
+            caps (`list[int]`): Drafts that each has room for.
+            context (`float`): Entries of a row in the target's cache, on average.
+        """
+        if self._gate is None or self.table is None:
+            return [cap > 0 for cap in caps]
+        live = np.zeros(self._rows, dtype=bool)
+        live[rows] = True
+        cost = self.table.curve(len(rows), len(rows) * self._gamma, context)
+        chosen = self._gate.decide(live, cost, self.table.draft_curve(len(rows)))
+        return [bool(chosen[row]) and cap > 0 for row, cap in zip(rows, caps, strict=True)]
+
+    def lengths(
+        self, rows: list[int], confidence: torch.Tensor | None, usable: list[int], context: float
+    ) -> list[int]:
+        """
+        Drafts of each live row that are admitted in this round.
+
+        Args:
+            rows (`list[int]`): The live rows.
+            confidence (`torch.FloatTensor` of shape `(live, width)`, *optional*): Of their drafts; NaN in rows that
+                did not draft.
+            usable (`list[int]`): Drafts of each that may be verified at all.
+            context (`float`): As for [`~RoundSchedule.drafting`].
+        """
+        if confidence is None or not any(usable):
+            self._remember(rows, None)
+            return usable
+        caps = torch.tensor(usable)
+        if self._options.confidence_threshold > 0:
+            caps = torch.minimum(caps, threshold_caps(confidence, self._options.confidence_threshold))
+        if self._options.verify_mode == "static" or self.table is None:
+            return caps.tolist()
+        cost = self.table.curve(len(rows), len(rows) * self._gamma, context)
+        cost = cost + self.table.draft_curve(len(rows))[sum(map(bool, usable))]
+        now = survival(confidence)
+        if self._options.scheduler == "causal":
+            admitted = causal_lengths(now, cost, caps)
+        else:
+            room = torch.tensor([self._gamma if count else 0 for count in usable])
+            most = budget(survival(self._history[0][rows]), cost, room)
+            admitted = top_k_lengths(now, most, caps)
+        self._remember(rows, confidence)
+        return admitted.tolist()
+
+    def _remember(self, rows: list[int], confidence: torch.Tensor | None) -> None:
+        latest = torch.full_like(self._history[0], float("nan"))
+        if confidence is not None:
+            latest[torch.tensor(rows), : confidence.shape[1]] = confidence
+        self._history = [*self._history[1:], latest]
+
+    def record(
+        self,
+        rows: list[int],
+        drafted: list[bool],
+        sent: list[int],
+        accepted: list[int],
+        context: float,
+        seconds: tuple[float, float],
+    ) -> None:
+        """
+        Learns from a round that is over.
+
+        Args:
+            rows, drafted, sent, accepted (`list`): Live rows; which drafted, what was verified, what passed.
+            context (`float`): As for [`~RoundSchedule.drafting`].
+            seconds (`tuple[float, float]`): Of drafting, and of the target's step with all that belongs to it.
+        """
+        if self._gate is None or self.table is None:
+            return
+        full = np.zeros((3, self._rows), dtype=int)
+        full[:, rows] = drafted, sent, accepted
+        self._gate.record(full[0].astype(bool), full[1], full[2])
+        self.table = self.table.refreshed(len(rows), len(rows) + sum(sent), context, seconds[1])
+        if any(drafted):
+            self.table = self.table.refreshed_draft(sum(drafted), seconds[0])
+
+    def figures(self) -> dict[str, int] | None:
+        """How often rows and rounds went without drafts, if a table decided about it."""
+        return None if self._gate is None else self._gate.to_dict()
+
+
+def _table(given: str | os.PathLike[str] | Mapping[str, Any] | StepCostTable | None) -> StepCostTable | None:
+    if given is None or isinstance(given, StepCostTable):
+        return given
+    return StepCostTable.load(given)  # type: ignore[arg-type]
+
+
+__all__ = ["RoundSchedule"]

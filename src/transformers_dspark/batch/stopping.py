@@ -1,0 +1,58 @@
+"""Stopping criteria for rows that advance at different speeds, asked once for each committed token."""
+
+from __future__ import annotations
+
+import torch
+from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria
+
+
+class RowStopping:
+    """
+    The criteria of a call. Length, end-of-sequence tokens and time are answered here; any other is asked about one row
+    at a time, token by token, with what the row is then.
+
+    Args:
+        criteria (`StoppingCriteriaList`): Those of the call.
+        eos_ids (`set[int]`): Tokens that end a text, if the call's criteria heed them.
+        max_length (`int`): Tokens of a text, padding on the left included.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, eos_ids: set[int], max_length: int) -> None:
+        heeds_eos = any(isinstance(criterion, EosTokenCriteria) for criterion in criteria)
+        self._eos_ids = eos_ids if heeds_eos else set()
+        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        self.max_length = min([max_length, *lengths])
+        self._time = [c for c in criteria if isinstance(c, MaxTimeCriteria)]
+        answered = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
+        self._others = [c for c in criteria if not isinstance(c, answered)]
+        self._done: set[int] = set()
+
+    def kept(self, row: int, text: torch.Tensor, end: int, new: list[int]) -> int:
+        """
+        Number of new tokens to keep: up to the first that ends the text.
+
+        Args:
+            row (`int`): Its row.
+            text (`torch.LongTensor` of shape `(rows, capacity)`): The texts, `new` behind the row's first `end`.
+            end (`int`): Tokens committed before.
+            new (`list[int]`): Tokens about to be committed.
+        """
+        for count, token in enumerate(new, 1):
+            ends = token in self._eos_ids or end + count >= self.max_length
+            if self._others and not ends:
+                so_far = text[row : row + 1, : end + count]
+                ends = any(bool(torch.as_tensor(c(so_far, None)).all()) for c in self._others)
+            if ends:
+                self._done.add(row)
+                return count
+        if any(bool(c(text[row : row + 1, : end + len(new)], None).all()) for c in self._time):
+            self._done.add(row)
+        return len(new)
+
+    def done(self, row: int) -> bool:
+        """Whether a row's text has ended."""
+        return row in self._done
+
+
+__all__ = ["RowStopping"]

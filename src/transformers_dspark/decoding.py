@@ -1,0 +1,436 @@
+"""The batched loop: draft, schedule, verify, commit, for rows that advance at different speeds.
+
+Every round is one packed forward of the target over the windows of all live rows. Everything here lives for one call.
+Rows are numbered as the caller gave them; live rows fill the places 0, 1, ... of the caches, and when a text ends the
+last live row moves into its place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
+
+from .attention import use_ragged_attention
+from .batch.inputs import BatchInputs
+from .batch.outputs import TokenRecords
+from .batch.processors import RowProcessors
+from .batch.schedule import RoundSchedule
+from .batch.stopping import RowStopping
+from .cache import RaggedCache
+from .generation_config import DraftingOptions, eos_ids
+from .modeling_dspark import DSparkDrafter, Proposal
+from .sampling import RowNoise, Verdict, accept, accept_greedy, draw, pad_vocabulary
+from .target import TargetTaps, few_rows_head, learned_positions
+from .telemetry import DSparkGenerateOutput, GenerationStats
+from .windows import WINDOW_KEYWORD, VerifyWindow
+
+
+PREFILL_TOKENS = 8192  # packed tokens of a prompt forward
+
+
+def batched_decoding(
+    target: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: DSparkDrafter,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> ModelOutput | torch.LongTensor:
+    """
+    Generates for a batch of prompts with a DSpark drafter.
+
+    Args:
+        target (`PreTrainedModel`): The model whose distribution is kept.
+        input_ids (`torch.LongTensor` of shape `(rows, length)`): Prompts, padded on the left.
+        logits_processor, stopping_criteria, generation_config, model_kwargs: As `generate` prepares them.
+        drafter (`DSparkDrafter`): The drafter.
+        streamer (`BaseStreamer`, *optional*): Receives the tokens of a single row as they are committed.
+
+    Returns:
+        The token ids, or a [`DSparkGenerateOutput`] with `return_dict_in_generate=True`.
+
+    Raises:
+        NotImplementedError: a legal request that the batched loop does not serve.
+        ValueError: options or inputs contradict each other.
+    """
+    _check_call(target, drafter, input_ids, generation_config, streamer)
+    batch = _Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
+    with torch.no_grad(), batch.taps, few_rows_head(target), use_ragged_attention(target):
+        tokens = batch.prefill()
+        while True:
+            if streamer is not None and tokens[0]:
+                streamer.put(torch.tensor(tokens[0]))
+            if not batch.live:
+                break
+            tokens = batch.round()
+    if streamer is not None:
+        streamer.end()
+    return batch.output()
+
+
+def _check_call(
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    streamer: BaseStreamer | None,
+) -> None:
+    if config.output_attentions:
+        raise NotImplementedError(
+            "output_attentions=True is not possible in the batched loop, whose attention keeps no weights: leave it "
+            "out, or generate for one prompt at a time with dspark_loop='transformers'."
+        )
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(f"A streamer shows one text, and this call has {input_ids.shape[0]}: leave it out.")
+
+
+@dataclass(frozen=True)
+class _Drafts:
+    """
+    Drafts of a round by place; `width` 0 if nothing was drafted.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(live, width)`): Drafted ids; anything where a row drafted less.
+        probs (`torch.FloatTensor` of shape `(live, width, vocab)`, *optional*): Distributions that drew them, when
+            sampling.
+        usable (`list[int]`): Drafts of each row that may be verified at all.
+        confidence (`torch.FloatTensor` of shape `(live, width)`, *optional*): NaN for rows that did not draft.
+        drafted (`list[bool]`): Rows that drafted.
+    """
+
+    tokens: torch.Tensor
+    probs: torch.Tensor | None
+    usable: list[int]
+    confidence: torch.Tensor | None
+    drafted: list[bool]
+
+
+class _Batch:
+    """The state of one call."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        drafter: DSparkDrafter,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        self.target, self.drafter, self.config = target, drafter.bind_target(target), config
+        self.device = input_ids.device
+        self.options = DraftingOptions.resolve(config, drafter)
+        self.inputs = BatchInputs.read(target, drafter, input_ids, config, model_kwargs)
+        rows, prompt = input_ids.shape
+        self.start, self.max_length = prompt, int(config.max_length)
+        self.text = input_ids.new_zeros(rows, self.max_length)  # committed tokens, and drafts behind them
+        self.text[:, :prompt] = input_ids
+        self.ends = [prompt] * rows  # tokens of each text
+        self.places = list(range(rows))  # row in each place of the caches
+        self.live = rows
+        self.cache: RaggedCache = self.inputs.cache
+        self.stats = GenerationStats()
+        wants = bool(config.return_dict_in_generate)
+        self.records = TokenRecords(
+            rows,
+            scores=wants and bool(config.output_scores),
+            logits=wants and bool(config.output_logits),
+            hidden_states=wants and bool(config.output_hidden_states),
+        )
+        self.taps = TargetTaps(target, drafter.config.target_layer_ids, keep_all=self.records.hidden_states)
+        self._eos_ids = eos_ids(config)
+        self._processors = RowProcessors(logits_processor, rows, self._eos_ids)
+        self._stopping = RowStopping(stopping_criteria, self._eos_ids, self.max_length)
+        self._noise = RowNoise(_row_seeds(self.options, rows)) if config.do_sample else None
+        self._vocabulary = 0  # of the target's logits; known after the first forward
+        self._gamma = drafter.config.num_draft_tokens
+        self._drawn: torch.Tensor | None = None  # uniforms of the round: drafts, their tests, the bonus
+        self._schedule = RoundSchedule(self.options, target, drafter, rows)
+        self._positions_end = learned_positions(target)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(target.forward).parameters
+
+    # ---- the steps of a round ---------------------------------------------------------------------------------------
+
+    def prefill(self) -> list[list[int]]:
+        """Reads all prompts and commits the first token of each row. Returns the new tokens by row."""
+        rows, inputs = len(self.ends), self.inputs
+        left = [len(ids) - done for ids, done in zip(inputs.ids, self.cache.lengths, strict=True)]
+        last: list[torch.Tensor] = [torch.empty(0)] * rows
+        while any(left):
+            share = max(1, PREFILL_TOKENS // sum(map(bool, left)))
+            widths = [min(share, count) for count in left]
+            lengths = list(self.cache.lengths)
+            window = VerifyWindow.pack(lengths, widths, self.device)
+            spans = [(lengths[row], lengths[row] + widths[row]) for row in range(rows)]
+            ids = torch.cat([inputs.ids[row][a:b] for row, (a, b) in enumerate(spans)])
+            positions = torch.cat([inputs.positions[row][a:b] for row, (a, b) in enumerate(spans)])
+            left = [count - width for count, width in zip(left, widths, strict=True)]
+            finals = [row for row in range(rows) if widths[row] and not left[row]]
+            ends = torch.tensor(widths).cumsum(0) - 1
+            outputs, logits = self._forward(ids, positions, window, keep=ends[finals] if finals else ends[:1])
+            self._extend(outputs, positions, window)
+            for index, row in enumerate(finals):
+                last[row] = logits[index]
+            self.records.keep_prompt(outputs, window, inputs.columns, self.start)
+        logits = torch.stack(last)
+        scores = self._processors(self.text, range(rows), self.ends, logits.clone())
+        if self._noise is not None:
+            self._drawn = self._noise(range(rows), 2 * self._gamma + 1, self.device)
+        none = self.text.new_empty(rows, 0)
+        kept, _ = self._commit(none, self._judge(scores[:, None], none, None, [0] * rows))
+        self.records.keep_tokens(self.places, kept, [1] * rows, scores, logits, None)
+        return self._retire(kept)
+
+    def round(self) -> list[list[int]]:
+        """One round over the live rows. Returns the new tokens by row."""
+        began = time.perf_counter()
+        rows = self.places[: self.live]
+        caps = [self._most_drafts(place) for place in range(self.live)]
+        context = sum(self.cache.lengths[: self.live]) / self.live
+        drafting = self._schedule.drafting(rows, caps, context)
+        drafts = self._draft(caps, drafting)
+        drafted = time.perf_counter()
+        lengths = self._schedule.lengths(rows, drafts.confidence, drafts.usable, context)
+        sent = drafts.usable if self.options.verify_mode == "cap-accept" else lengths
+
+        places = list(range(self.live))
+        window = VerifyWindow.pack(self.cache.lengths[: self.live], [1 + count for count in sent], self.device)
+        anchors = self.text[rows, [self.ends[row] - 1 for row in rows]]
+        ids = window.packed(torch.cat((anchors[:, None], drafts.tokens), dim=1))
+        positions = window.columns + torch.tensor(self.inputs.shifts, device=self.device)[rows][window.rows]
+        outputs, logits = self._forward(ids, positions, window)
+        rows_of_tokens = [rows[place] for place in places for _ in range(1 + sent[place])]
+        ends = [self.ends[row] + k for row, count in zip(rows, sent, strict=True) for k in range(1 + count)]
+        scores = self._processors(self.text, rows_of_tokens, ends, logits.clone() if self.records.logits else logits)
+        verdict = self._judge(window.padded(scores), drafts.tokens, drafts.probs, lengths)
+        kept, accepted = self._commit(drafts.tokens, verdict)
+        self.records.keep_tokens(rows, kept, [1 + count for count in sent], scores, logits, outputs)
+        self._extend(outputs, positions, window, [len(tokens) for tokens in kept])
+        seconds = drafted - began, time.perf_counter() - drafted
+        self._schedule.record(rows, drafts.drafted, sent, accepted, context, seconds)
+        self._count(rows, sent, accepted, kept, seconds)
+        return self._retire(kept)
+
+    def _draft(self, caps: list[int], drafting: list[bool]) -> _Drafts:
+        """Drafts for some places; their tokens are also written behind the texts."""
+        chosen = [place for place, yes in enumerate(drafting) if yes]
+        width = max((caps[place] for place in chosen), default=0)
+        if self._noise is not None:  # as many numbers in every round, whatever comes of it
+            self._drawn = self._noise(self.places[: self.live], 2 * self._gamma + 1, self.device)
+        if not width or not self._processors.can_speculate:
+            none = self.text.new_empty(self.live, 0)
+            return _Drafts(none, None, [0] * self.live, None, [False] * self.live)
+        rows = [self.places[place] for place in chosen]
+        ends = [self.ends[row] for row in rows]
+        index, behind = torch.tensor((rows, ends), device=self.device)
+        context = self.cache.context if len(chosen) == self.live else self.cache.context.picked(chosen)
+        drawable: list[torch.Tensor] = []
+        threshold = self.options.confidence_threshold
+        confident = torch.ones(len(rows), dtype=torch.bool)
+
+        def select(k: int, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores = pad_vocabulary(logits.to(self.device, torch.float32), self._vocabulary)
+            scores = self._processors(
+                self.text, rows, [min(end + k, self.max_length) for end in ends], scores.clone(), draft=True
+            )
+            some = torch.isfinite(scores.amax(dim=-1))  # NaN and +inf show up there as well
+            drawable.append(some)
+            if self._drawn is None:
+                ids = scores.argmax(dim=-1)
+            else:
+                scores = scores.softmax(dim=-1)
+                ids = draw(scores, self._drawn[chosen, k])
+            ids = torch.where(some, ids, 0)
+            self.text[index, (behind + k).clamp(max=self.max_length - 1)] = ids  # the last place is no draft's
+            return ids, scores
+
+        def keep_going(k: int, confidence: torch.Tensor | None, tokens: torch.Tensor) -> bool:
+            confident.logical_and_((confidence >= threshold).cpu() if confidence is not None else confident)
+            return bool(confident.any())
+
+        places = [self.cache.lengths[place] + self.inputs.shifts[self.places[place]] for place in chosen]
+        proposal = self.drafter.propose(
+            self.text[index, behind - 1].to(self.drafter.device),
+            torch.tensor(places, device=self.drafter.device),
+            context,
+            width=width,
+            select=select,
+            keep_going=keep_going if threshold > 0 else None,
+        )
+        return self._spread(proposal, chosen, caps, torch.stack(drawable, dim=1) if drawable else None)
+
+    def _spread(
+        self, proposal: Proposal, chosen: list[int], caps: list[int], drawable: torch.Tensor | None
+    ) -> _Drafts:
+        """A proposal of some places as drafts of all live ones."""
+        width = proposal.tokens.shape[1]
+        tokens = self.text.new_zeros(self.live, width)
+        tokens[chosen] = proposal.tokens.to(self.device)
+        usable = [0] * self.live
+        if drawable is not None:
+            ended = torch.isin(tokens[chosen], torch.tensor(sorted(self._eos_ids), device=self.device))
+            # a draft counts if it and all before it could be drawn, and none before it ends the text
+            open_before = torch.cat((torch.zeros_like(ended[:, :1]), ended[:, :-1]), dim=1).cumsum(dim=1) == 0
+            for place, count in zip(
+                chosen, (drawable & open_before).long().cumprod(dim=1).sum(dim=1).tolist(), strict=True
+            ):
+                usable[place] = min(count, caps[place])
+        probs = confidence = None
+        if self._noise is not None and width:
+            probs = proposal.logits.new_zeros(self.live, width, proposal.logits.shape[-1])  # `select` gave softmaxes
+            probs[chosen] = proposal.logits
+        if proposal.confidence is not None:
+            confidence = torch.full((self.live, width), float("nan"))
+            confidence[chosen] = proposal.confidence.float().cpu()
+        return _Drafts(tokens, probs, usable, confidence, [place in set(chosen) for place in range(self.live)])
+
+    # ---- parts of a round -------------------------------------------------------------------------------------------
+
+    def _most_drafts(self, place: int) -> int:
+        """Drafts that still have room in a row's text, behind which the bonus has its own."""
+        row = self.places[place]
+        most = min(self.options.width, self.max_length - self.ends[row] - 1)
+        if self._positions_end is not None:
+            most = min(most, self._positions_end - 1 - self.cache.lengths[place] - self.inputs.shifts[row])
+        return max(most, 0)
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, window: VerifyWindow, keep: torch.Tensor | None = None
+    ) -> tuple[ModelOutput, torch.Tensor]:
+        """
+        The target's outputs over packed tokens, and float32 logits `(total, vocab)` of all of them, or of those that
+        `keep` names.
+        """
+        chosen = {} if keep is None or not self._keeps_logits else {"logits_to_keep": keep.to(self.device)}
+        outputs = self.taps.run(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            cache=self.cache,
+            use_cache=True,
+            **{WINDOW_KEYWORD: window},
+            **self.taps.forward_kwargs,
+            **chosen,
+        )
+        logits = outputs.logits[0].to(self.device, torch.float32)
+        self._vocabulary = logits.shape[-1]
+        return outputs, logits if keep is None or chosen else logits[keep]
+
+    def _extend(
+        self, outputs: ModelOutput, positions: torch.Tensor, window: VerifyWindow, counts: list[int] | None = None
+    ) -> None:
+        """Commits the first `counts` tokens of each row's window, or all of them, to both caches."""
+        taps = self.taps.read(outputs, self.drafter.device, self.drafter.dtype)
+        if counts is not None:
+            limits = torch.tensor(counts, device=self.device)
+            keep = window.offsets < limits[window.rows]
+            window = window.only(keep)
+            taps, positions = taps[:, keep.to(taps.device)], positions[keep]
+        self.cache.context.extend(self.drafter, taps, positions[None], window)
+        for place, count in enumerate(counts or window.counts()):
+            self.cache.lengths[place] += count
+
+    def _judge(
+        self, scores: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None, lengths: list[int]
+    ) -> Verdict:
+        """Accepts or replaces drafts by `(rows, width + 1, vocab)` scores; `lengths` of each row's are admitted."""
+        width, admitted = scores.shape[1] - 1, torch.tensor(lengths, device=self.device)
+        tokens = tokens[:, :width]
+        if self._drawn is None:
+            verdict = accept_greedy(scores.argmax(dim=-1), tokens, admitted)
+            best = scores[torch.arange(len(lengths), device=self.device), verdict.accepted].amax(dim=-1)
+            # NaN, or no token that is allowed; a draw notices both itself
+            return verdict._replace(bonus=torch.where(best > float("-inf"), verdict.bonus, scores.shape[-1]))
+        if probs is None:
+            probs = scores.new_zeros(len(lengths), width, scores.shape[-1])
+        tests, bonus = self._drawn[:, self._gamma : self._gamma + width], self._drawn[:, -1]
+        return accept(scores.softmax(dim=-1), probs[:, :width], tokens, tests, bonus, admitted)
+
+    def _commit(self, tokens: torch.Tensor, verdict: Verdict) -> tuple[list[list[int]], list[int]]:
+        """Commits accepted drafts and bonus of each place. Returns the tokens kept, and how many were drafts."""
+        accepted, bonus = torch.stack(verdict).tolist()
+        if max(bonus) >= self._vocabulary:
+            row = self.places[bonus.index(max(bonus))]
+            raise ValueError(
+                f"The target's logits of row {row}, after all logits processors, leave no token to choose: they are "
+                "NaN, or a processor forbids too much."
+            )
+        rows = self.places[: len(bonus)]
+        index = torch.tensor(rows, device=self.device)
+        ends = torch.tensor([self.ends[row] for row in rows], device=self.device)
+        self.text[index, ends + verdict.accepted] = verdict.bonus
+        kept = []
+        for row, drafts, count, last in zip(rows, tokens.tolist(), accepted, bonus, strict=True):
+            new = [*drafts[:count], last]
+            new = new[: self._stopping.kept(row, self.text, self.ends[row], new)]
+            self.ends[row] += len(new)
+            self._processors.commit(row, self.ends[row])
+            kept.append(new)
+        return kept, [min(count, len(new)) for count, new in zip(accepted, kept, strict=True)]
+
+    def _count(
+        self,
+        rows: list[int],
+        sent: list[int],
+        accepted: list[int],
+        kept: list[list[int]],
+        seconds: tuple[float, float],
+    ) -> None:
+        figures = [[0] * len(self.ends) for _ in range(3)]
+        for row, *values in zip(rows, sent, accepted, map(len, kept), strict=True):
+            for list_of, value in zip(figures, values, strict=True):
+                list_of[row] = value
+        self.stats.record_round(*figures)
+        self.stats.draft_seconds += seconds[0]
+        self.stats.verify_seconds += seconds[1]
+
+    def _retire(self, kept: list[list[int]]) -> list[list[int]]:
+        """Takes rows whose text has ended out of the loop; returns the new tokens of all rows, by row."""
+        by_row: list[list[int]] = [[] for _ in self.ends]
+        for row, tokens in zip(self.places, kept, strict=False):
+            by_row[row] = tokens
+        for place in reversed(range(self.live)):
+            if self._stopping.done(self.places[place]):
+                self.live -= 1
+                if place != self.live:
+                    self.cache.swap_rows(place, self.live)
+                    self.places[place], self.places[self.live] = self.places[self.live], self.places[place]
+        self.cache.context.live = self.live
+        return by_row
+
+    def output(self) -> ModelOutput | torch.LongTensor:
+        """What `generate` returns."""
+        length = max(self.ends)
+        sequences = self.text[:, :length]
+        behind = torch.arange(length, device=self.device) >= torch.tensor(self.ends, device=self.device)[:, None]
+        sequences = sequences.masked_fill(behind, self.inputs.pad_id)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        order = [self.places.index(row) for row in range(len(self.ends))]
+        self.cache.rearrange(order, self.cache.context.capacity)
+        self.cache.ids = [self.inputs.real(row, self.text, self.ends[row]) for row in range(len(self.ends))]
+        self.stats.schedule = self._schedule.figures()
+        return DSparkGenerateOutput(
+            sequences=sequences,
+            cache=self.cache,
+            dspark=self.stats,
+            **self.records.assembled(length - self.start),
+        )
+
+
+def _row_seeds(options: DraftingOptions, rows: int) -> list[int]:
+    given = [options.seed_of(row) for row in range(rows)]
+    drawn = torch.randint(2**62, (rows,)).tolist() if options.seed is None else given
+    return [seed for seed in drawn if seed is not None]
+
+
+__all__ = ["batched_decoding"]
