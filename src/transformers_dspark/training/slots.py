@@ -259,7 +259,7 @@ class SlotDecoder:
             torch.cuda.current_stream(self.device).wait_stream(side)
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.device(self.device), torch.cuda.graph(graph):  # capture is of the current device
                 self._step()
             self.graph = graph
         except RuntimeError as error:
