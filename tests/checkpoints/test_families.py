@@ -45,7 +45,7 @@ def assert_drafts_alike(one: DSparkDrafter, other: DSparkDrafter, target) -> Non
     assert (ours.confidence is None) == (theirs.confidence is None)
     assert torch.equal(ours.logits, theirs.logits)
     if ours.confidence is not None:  # the sum depends on where in the file its few weights lie
-        torch.testing.assert_close(ours.confidence, theirs.confidence, rtol=0, atol=1e-7)
+        torch.testing.assert_close(ours.confidence, theirs.confidence, rtol=0, atol=3e-7)
 
 
 IGNORED = {"layout_source", "_name_or_path", "architectures", "transformers_version", "dtype"}

@@ -36,7 +36,7 @@ _REQUIRED = (
 _SHARED = (
     *_REQUIRED, "num_key_value_heads", "rms_norm_eps", "attention_bias", "max_position_embeddings",
     "initializer_range", "num_target_layers", "target_hidden_size", "markov_head_type", "pad_token_id", "bos_token_id",
-    "eos_token_id", "final_logit_softcapping",
+    "eos_token_id", "final_logit_softcapping", "confidence_temperatures",
 )  # fmt: skip
 _SANDWICH = "layers.0.pre_feedforward_layernorm.weight"
 _SINK = ".self_attn.attention_sink_bias"

@@ -95,6 +95,7 @@ def layout(
 def _proposal_width(flat: Mapping[str, Any]) -> int | None:
     methods = (flat.get("speculators_config") or {}).get("proposal_methods") or ()
     widths = [method.get("speculative_tokens") for method in methods if isinstance(method, dict)]
+    widths.append(flat.get("speculative_tokens"))
     return max((width for width in widths if type(width) is int), default=None)
 
 
