@@ -8,6 +8,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from transformers_dspark.packaging import accepted_table, model_index
+
 
 ROOT = Path(__file__).parents[1]
 NAME = "smollm2-135m-instruct"
@@ -19,8 +21,8 @@ def card() -> str:
     config = json.loads((ROOT / "drafters" / NAME / "config.json").read_text())
     accepted, speed, training = results["accepted_length"], results["speed"], results["training"]
     return Template((ROOT / "model_cards" / f"{NAME}.md").read_text()).substitute(
-        model_index=_model_index(accepted["results"]),
-        accepted_table=_accepted_table(accepted["results"], config["block_size"]),
+        model_index=model_index(f"dspark-{NAME}", accepted["results"]),
+        accepted_table=accepted_table(accepted["results"], config["block_size"]),
         eval_command=accepted["environment"]["command"],
         eval_device=accepted["environment"]["device"],
         eval_dtype=accepted["dtype"],
@@ -48,21 +50,6 @@ def card() -> str:
     )
 
 
-def _accepted_table(records: list[dict[str, Any]], gamma: int) -> str:
-    head = ["prompts", "temperature", "answers", "accepted length", *(f"k={k + 1}" for k in range(gamma))]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for record in records:
-        shares = [f"{share:.0%}" for share in record["acceptance_by_position"]]
-        cells = [
-            record["prompts"],
-            f"{record['temperature']:g}",
-            str(record["answers"]),
-            f"{record['accepted_length']:.2f}",
-        ]
-        lines.append("| " + " | ".join(cells + shares) + " |")
-    return "\n".join(lines)
-
-
 def _speed_table(lines: list[dict[str, Any]]) -> str:
     rows = [
         "| confidence threshold | alone, tokens/s | drafted, tokens/s | speed-up | accepted length |",
@@ -74,23 +61,6 @@ def _speed_table(lines: list[dict[str, Any]]) -> str:
         cells += [f"{line[name]:.2f}" for name in ("speed_up", "accepted_length")]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
-
-
-def _model_index(records: list[dict[str, Any]]) -> str:
-    lines = ["model-index:", f"- name: dspark-{NAME}", "  results:"]
-    for record in records:
-        title = f"{record['prompts']}, temperature {record['temperature']:g}"
-        lines += [
-            "  - task:",
-            "      type: text-generation",
-            "    dataset:",
-            f"      name: {title}",
-            f"      type: {record['prompts']}",
-            "    metrics:",
-            "    - type: accepted_length",
-            f"      value: {record['accepted_length']:.3f}",
-        ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import ModelOutput
 
-from transformers_dspark.target import TargetTaps, few_rows_head
+from transformers_dspark.target import TargetTaps, few_rows_linears
 
 
 @pytest.fixture
@@ -18,25 +18,29 @@ def target() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=97, **shape)).eval()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 17])
+def linears(target):
+    return [module for module in target.modules() if isinstance(module, torch.nn.Linear)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 17])
 def test_same_logits(target, rows):
     ids = torch.arange(rows)[None]
     with torch.inference_mode():
         plain = target(ids).logits
-        with few_rows_head(target):
+        with few_rows_linears(target):
             quick = target(ids).logits
     torch.testing.assert_close(quick, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_restored_after_an_error(target):
     def fail() -> None:
-        with few_rows_head(target):
-            assert "forward" in vars(target.lm_head)
+        with few_rows_linears(target):
+            assert all("forward" in vars(layer) for layer in linears(target))
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail()
-    assert "forward" not in vars(target.lm_head)
+    assert not any("forward" in vars(layer) for layer in linears(target))
 
 
 def test_leaves_a_replaced_forward_alone(target):
@@ -44,7 +48,7 @@ def test_leaves_a_replaced_forward_alone(target):
         return states
 
     target.lm_head.forward = theirs
-    with few_rows_head(target):
+    with few_rows_linears(target):
         assert target.lm_head.forward is theirs
     assert target.lm_head.forward is theirs
 
@@ -54,14 +58,14 @@ def test_leaves_another_kind_of_head_alone(target):
         pass
 
     target.set_output_embeddings(Head(32, 97, bias=False))
-    with few_rows_head(target):
+    with few_rows_linears(target):
         assert "forward" not in vars(target.lm_head)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_calls_at_once(target, order):
     """Whichever ends first, the other keeps the quick head, and nothing stays behind."""
-    contexts = [few_rows_head(target) for _ in order]
+    contexts = [few_rows_linears(target) for _ in order]
     for context in contexts:
         context.__enter__()
     for index in order:
@@ -73,7 +77,7 @@ def test_two_calls_at_once(target, order):
 def test_many_threads(target):
     def enter_and_leave():
         for _ in range(500):
-            with few_rows_head(target):
+            with few_rows_linears(target):
                 pass
 
     interval = sys.getswitchinterval()

@@ -27,7 +27,7 @@ from .cache import RaggedCache
 from .generation_config import DraftingOptions, eos_ids
 from .modeling_dspark import DSparkDrafter, Proposal
 from .sampling import RowNoise, Verdict, accept, accept_greedy, draw, pad_vocabulary
-from .target import TargetTaps, few_rows_head, learned_positions
+from .target import TargetTaps, few_rows_linears, learned_positions
 from .telemetry import DSparkGenerateOutput, GenerationStats
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
@@ -64,7 +64,7 @@ def batched_decoding(
     """
     _check_call(target, drafter, input_ids, generation_config, streamer)
     batch = _Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
-    with torch.no_grad(), batch.taps, few_rows_head(target), use_ragged_attention(target):
+    with torch.no_grad(), batch.taps, few_rows_linears(target, drafter), use_ragged_attention(target):
         tokens = batch.prefill()
         while True:
             if streamer is not None and tokens[0]:

@@ -14,7 +14,7 @@ from .attention import use_ragged_attention
 from .cache import RaggedLayer, check_layers
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext
-from .target import few_rows_head
+from .target import few_rows_linears
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
 
@@ -54,7 +54,7 @@ def time_steps(
     check_layers(target.config)
     noise = torch.Generator().manual_seed(0)
     device = target.device
-    with use_ragged_attention(target), few_rows_head(target):
+    with use_ragged_attention(target), few_rows_linears(target):
         for length in context:
             for count in rows:
                 # What the cache holds does not change the time, so no prompt has to be read.
@@ -96,7 +96,9 @@ def time_drafts(
         held.extend(drafter, taps, window.columns[None], window)
         anchors = torch.randint(drafter.config.vocab_size, (count,), generator=noise).to(drafter.device)
         places = torch.full((count,), context, device=drafter.device)
-        yield count, _sample(partial(drafter.propose, anchors, places, held), drafter.device, samples)
+        with few_rows_linears(target, drafter):
+            seconds = _sample(partial(drafter.propose, anchors, places, held), drafter.device, samples)
+        yield count, seconds
 
 
 def _packed_step(

@@ -26,7 +26,7 @@ from .generation_config import DraftingOptions, eos_ids
 from .modeling_dspark import DSparkDrafter
 from .processors import SpeculativeProcessors, SpeculativeStopping
 from .sampling import accept, accept_greedy
-from .target import few_rows_head
+from .target import few_rows_linears
 from .telemetry import DSparkGenerateOutput, GenerationStats
 
 
@@ -143,7 +143,7 @@ def assisted_decoding(
     bound = _compat.rebind(loop, **{_compat.ACCEPT: rounds.verify, _compat.SPLIT_OUTPUTS: rounds.split})
     mask, mask_length = kwargs.get("attention_mask"), getattr(generation_config, _compat.MASK_LENGTH, -1)
     view = _TargetView(target, rounds, input_ids.shape[1], mask, mask_length)
-    with drafting.taps, few_rows_head(target):
+    with drafting.taps, few_rows_linears(target, assistant_model):
         output = bound(view, input_ids, processors, stopping, config, **kwargs)
     return DSparkGenerateOutput(**output, dspark=rounds.stats) if isinstance(output, ModelOutput) else output
 

@@ -7,6 +7,7 @@ entry has passed the final norm.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -111,35 +112,40 @@ class TargetTaps:
         return torch.cat(taps, dim=-1)
 
 
-# calls that use a head at the same time, on several threads: the last one puts it back
+# calls that use a layer at the same time, on several threads: the last one puts it back
 _lock = threading.Lock()
 _users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 @contextmanager
-def few_rows_head(target: PreTrainedModel) -> Iterator[None]:
+def few_rows_linears(*models: nn.Module) -> Iterator[None]:
     """
-    Lets the target's head use [`~transformers_dspark.borrowed_dspark.few_rows_linear`] while the context lasts: when
-    a handful of tokens is checked on a CPU, a plain head would take half of the step. A head that is not a plain
-    linear layer on the CPU, or whose forward someone else replaced, stays as it is.
+    Lets the linear layers of models use [`~transformers_dspark.borrowed_dspark.few_rows_linear`] while the context
+    lasts: on a CPU that makes a step over a handful of tokens hardly longer than one over a single token. A layer that
+    is of another kind or not on the CPU, or whose forward someone else replaced, stays as it is.
     """
-    head = target.get_output_embeddings()
+    used = []
     with _lock:
-        usable = type(head) is nn.Linear and head.weight.device.type == "cpu"
-        usable = usable and (head in _users or "forward" not in vars(head))
-        if usable and head not in _users:
-            head.forward = lambda states: few_rows_linear(states, head.weight, head.bias)
-        if usable:
-            _users[head] = _users.get(head, 0) + 1
+        for layer in (module for model in models for module in model.modules() if type(module) is nn.Linear):
+            if layer.weight.device.type != "cpu" or ("forward" in vars(layer) and layer not in _users):
+                continue
+            if layer not in _users:
+                layer.forward = functools.partial(_few_rows, layer)
+            _users[layer] = _users.get(layer, 0) + 1
+            used.append(layer)
     try:
         yield
     finally:
         with _lock:
-            if usable and _users[head] > 1:
-                _users[head] -= 1
-            elif usable:
-                del _users[head]
-                vars(head).pop("forward", None)
+            for layer in used:
+                _users[layer] -= 1
+                if not _users[layer]:
+                    del _users[layer]
+                    vars(layer).pop("forward", None)
+
+
+def _few_rows(layer: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+    return few_rows_linear(states, layer.weight, layer.bias)
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
@@ -168,4 +174,4 @@ def learned_positions(target: PreTrainedModel) -> int | None:
     return getattr(target.config.get_text_config(), "max_position_embeddings", None)
 
 
-__all__ = ["TargetTaps", "decoder_layers", "few_rows_head", "learned_positions"]
+__all__ = ["TargetTaps", "decoder_layers", "few_rows_linears", "learned_positions"]
