@@ -90,6 +90,7 @@ class DSparkDrafter(PreTrainedModel):
         if config.has_reduced_vocabulary:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self._borrowed: Borrowed | None = None
+        self.add_model_tags(["speculative-decoding", "dspark"])
         self.post_init()
 
     def check_target(self, target: PreTrainedModel) -> None:
@@ -420,18 +421,27 @@ class DSparkDrafter(PreTrainedModel):
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
     ) -> None:
         """
-        As for any model of Transformers; the options of drafting, if there are any, go beside the weights.
+        As for any model of Transformers; the options of drafting, if there are any, and the door for
+        `custom_generate=folder` go beside the weights.
 
         A pipeline that is given the folder's name also opens a tokenizer there: save the target's beside the drafter.
         """
+        upload = {n: kwargs.pop(n) for n in ("commit_message", "private", "create_pr") if n in kwargs}
+        repository = kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
+        push_to_hub = kwargs.pop("push_to_hub", False)
         super().save_pretrained(save_directory, is_main_process, **kwargs)
-        if self.generation_config is not None and is_main_process:
+        if not is_main_process:
+            return
+        if self.generation_config is not None:
             self.generation_config.save_pretrained(save_directory)
-            if kwargs.get("push_to_hub"):  # the call above has pushed its own files already
-                upload = {n: kwargs[n] for n in ("commit_message", "private", "token", "create_pr") if n in kwargs}
-                self.generation_config.push_to_hub(
-                    kwargs.get("repo_id") or os.path.basename(os.path.abspath(save_directory)), **upload
-                )
+        try:
+            from transformers_dspark.packaging import write_door
+        except ImportError:  # a copy of this file in a Hub repository, without the package: the door leads to it
+            pass
+        else:
+            write_door(save_directory)
+        if push_to_hub:
+            self.push_to_hub(repository, token=kwargs.get("token"), **upload)
 
     def _account_for(self, info: dict[str, Any], path: str | os.PathLike[str]) -> None:
         wrong = []

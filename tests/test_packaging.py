@@ -1,0 +1,250 @@
+"""A drafter's repository: opened in fresh processes with and without the package, by pipelines, and uploaded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import LlamaConfig, LlamaForCausalLM, pipeline
+
+from tests.cli.tokenizer import word_tokenizer
+from tests.hub import LocalHub
+from transformers_dspark import DSparkConfig, DSparkDrafter, DSparkGenerationConfig, cli
+from transformers_dspark.packaging import model_card, write_repository
+
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+RESULTS = [
+    {
+        "prompts": "chat",
+        "temperature": 0.0,
+        "answers": 7,
+        "accepted_length": 3.25,
+        "acceptance_by_position": [0.5, 0.25, None],
+    }
+]
+WITHOUT = """
+import sys
+
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "transformers_dspark":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Gone())
+"""
+OPEN = """
+import sys, torch
+from transformers import AutoModel, AutoModelForCausalLM
+target = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+drafter = AutoModel.from_pretrained(sys.argv[2], trust_remote_code=True)
+assert type(drafter).__module__.startswith("transformers_modules.")
+"""
+DOOR = """
+ids = torch.tensor([[5, 17, 3, 40], [9, 9, 21, 2]])[: int(sys.argv[3])]
+out = target.generate(
+    input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=sys.argv[2], trust_remote_code=True,
+    assistant_model=drafter, max_new_tokens=16, do_sample=False, return_dict_in_generate=True,
+)
+print(out.sequences.tolist(), out.dspark.rounds)
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory) -> tuple[LlamaForCausalLM, Path, Path]:
+    """A target, its folder, and the folder of a drafter for it."""
+    root = tmp_path_factory.mktemp("repository")
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=2)).eval()
+    target.generation_config.eos_token_id = target.config.eos_token_id = None
+    target.save_pretrained(root / "target")
+    word_tokenizer(64).save_pretrained(root / "target")
+    ends = {name: getattr(target.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    heads = {"markov_rank": 8, "markov_head_type": "gated", "enable_confidence_head": True}
+    config = DSparkConfig(**SHAPE, **ends, **heads, num_hidden_layers=1, target_layer_ids=[0, 1], block_size=4)
+    drafter = DSparkDrafter(config).eval()
+    write_repository(drafter, root / "drafter", tokenizer=word_tokenizer(64), base_model="org/target")
+    return target, root / "target", root / "drafter"
+
+
+def fresh(code: str, *words: object, cache: Path) -> subprocess.CompletedProcess:
+    environment = {"HF_MODULES_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def plain(target, rows: int) -> torch.Tensor:
+    ids = torch.tensor([[5, 17, 3, 40], [9, 9, 21, 2]])[:rows]
+    return target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+
+
+def test_files(repository):
+    _, _, folder = repository
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert {"custom_generate/generate.py", "custom_generate/requirements.txt", "README.md"} < names
+    assert {"modeling_dspark.py", "configuration_dspark.py", "tokenizer.json", "model.safetensors"} < names
+    assert json.loads((folder / "config.json").read_text())["auto_map"] == {
+        "AutoConfig": "configuration_dspark.DSparkConfig",
+        "AutoModel": "modeling_dspark.DSparkDrafter",
+    }
+    assert (folder / "custom_generate" / "requirements.txt").read_text() == "transformers-dspark\n"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_door_with_the_package(repository, rows, tmp_path):
+    target, target_folder, folder = repository
+    done = fresh(OPEN + DOOR, target_folder, folder, rows, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ids, _, rounds = done.stdout.rpartition(" ")
+    assert json.loads(ids) == plain(target, rows).tolist()
+    assert 1 <= int(rounds) <= 16
+
+
+def test_the_drafter_alone_without_the_package(repository, tmp_path):
+    target, target_folder, folder = repository
+    code = """
+context = drafter.bind_target(target).new_context()
+taps = torch.arange(5 * 64).reshape(1, 5, 64).float() / 320
+with torch.no_grad():
+    drafter.extend_context(context, taps, torch.arange(5)[None])
+    proposal = drafter.propose(torch.tensor([3]), torch.tensor([5]), context)
+drafter.save_pretrained(sys.argv[3])
+assert not any(name.startswith("transformers_dspark") for name in sys.modules)
+print(proposal.tokens.tolist(), proposal.logits.sum().item())
+"""
+    done = fresh(WITHOUT + OPEN + code, target_folder, folder, tmp_path / "saved", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    drafter = DSparkDrafter.from_pretrained(folder).bind_target(target)
+    context, taps = drafter.new_context(), torch.arange(5 * 64).reshape(1, 5, 64).float() / 320
+    with torch.no_grad():
+        drafter.extend_context(context, taps, torch.arange(5)[None])
+        proposal = drafter.propose(torch.tensor([3]), torch.tensor([5]), context)
+    ids, _, total = done.stdout.rpartition(" ")
+    assert json.loads(ids) == proposal.tokens.tolist()
+    assert float(total) == pytest.approx(proposal.logits.sum().item(), abs=1e-3)
+    again = DSparkDrafter.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in drafter.state_dict().items())
+
+
+def test_the_door_without_the_package_says_what_to_install(repository, tmp_path):
+    _, target_folder, folder = repository
+    done = fresh(WITHOUT + OPEN + DOOR, target_folder, folder, 1, cache=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: Generating with a DSpark drafter needs a package: run `pip install transformers-dspark`."
+    )
+    # where it was never installed, Transformers itself says so before the door opens
+    unknown = """
+import importlib.metadata
+known = importlib.metadata.version
+def version(name):
+    if name == "transformers-dspark":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return known(name)
+importlib.metadata.version = version
+"""
+    done = fresh(WITHOUT + OPEN + unknown + DOOR, target_folder, folder, 1, cache=tmp_path)
+    assert done.stderr.splitlines()[-1] == "transformers-dspark (installed: None)"
+
+
+def test_the_door_in_this_process(repository, monkeypatch, tmp_path):
+    target, _, folder = repository
+    ids = torch.tensor([[5, 17, 3, 40]])
+    options = {"custom_generate": str(folder), "trust_remote_code": True, "max_new_tokens": 16, "do_sample": False}
+    drafter = DSparkDrafter.from_pretrained(folder)
+    for given in ({"assistant_model": drafter}, {"drafter": drafter}):
+        out = target.generate(ids, attention_mask=torch.ones_like(ids), **given, **options)
+        assert torch.equal(out, plain(target, 1))
+    with pytest.raises(ValueError, match="No drafter"):
+        target.generate(ids, **options)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_pipelines(repository, by_name, batch_size):
+    target, _, folder = repository
+    tokenizer = word_tokenizer(64)
+    tokenizer.padding_side = "left"
+    assistant = str(folder) if by_name else DSparkDrafter.from_pretrained(folder)
+    texts, written = ["t05 t17 t03", "t09", "t21 t02 t30 t31 t32", "t60 t61"], []
+    for given in (None, assistant):
+        pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=given, device="cpu")
+        answers = pipe(texts, max_new_tokens=12, do_sample=False, batch_size=batch_size)
+        written.append([answer[0]["generated_text"] for answer in answers])
+    assert written[0] == written[1]
+    assert all(len(answer.split()) > len(text.split()) for answer, text in zip(written[1], texts, strict=True))
+
+
+def test_push_to_hub(repository, tmp_path, monkeypatch):
+    hub = LocalHub(tmp_path / "hub", monkeypatch)
+    drafter = DSparkDrafter.from_pretrained(repository[2])
+    drafter.generation_config = DSparkGenerationConfig(seed=3)
+    drafter.push_to_hub("org/drafter")
+    (name, files), folder = hub.commits[0], tmp_path / "hub" / "org" / "drafter"
+    assert name == "org/drafter"
+    assert {"README.md", "config.json", "generation_config.json", "model.safetensors"} < set(files)
+    assert {"custom_generate/generate.py", "custom_generate/requirements.txt", "modeling_dspark.py"} < set(files)
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "transformers"
+    assert {"speculative-decoding", "dspark"} <= set(card.data.tags)
+    again = DSparkDrafter.from_pretrained(folder)
+    assert again.generation_config.seed == 3
+    assert all(torch.equal(tensor, again.state_dict()[n]) for n, tensor in drafter.state_dict().items())
+
+
+def test_a_card_that_is_there_is_kept(repository, tmp_path, monkeypatch):
+    """A repository written whole, with its card, uploaded; pushing again changes the weights, not the words."""
+    hub = LocalHub(tmp_path / "hub", monkeypatch)
+    _, target_folder, folder = repository
+    (tmp_path / "results.json").write_text(json.dumps({"results": RESULTS}))
+    words = ["export", str(folder), str(tmp_path / "out"), "--to", "canonical", "--push-to-hub", "org/drafter"]
+    words += ["--target", str(target_folder), "--results", str(tmp_path / "results.json")]
+    assert cli.main(words) == 0
+    assert {"README.md", "tokenizer.json", "custom_generate/generate.py"} < set(hub.commits[0][1])
+    card = (tmp_path / "hub" / "org" / "drafter" / "README.md").read_text()
+    assert "| chat | 0 | 7 | 3.25 | 50% | 25% | - |" in card
+    DSparkDrafter.from_pretrained(folder).push_to_hub("org/drafter")
+    assert (
+        ModelCard.load(tmp_path / "hub" / "org" / "drafter" / "README.md").text.strip() == ModelCard(card).text.strip()
+    )
+
+
+def test_cards(repository):
+    config = DSparkDrafter.from_pretrained(repository[2]).config
+    card = ModelCard(model_card(config, "org/drafter", "org/target", RESULTS))
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    assert card.data.base_model == "org/target"
+    assert card.data.tags == ["speculative-decoding", "dspark"]
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value, result.dataset_type) == ("accepted_length", 3.25, "chat")
+    for words in (
+        'from_pretrained("org/drafter"',
+        'custom_generate="org/drafter"',
+        "gated, rank 8",
+        "64 of 64 tokens",
+    ):
+        assert words in card.content
+    bare = ModelCard(model_card(config, "drafter"))
+    assert bare.data.eval_results is None
+    assert "Accepted length" not in bare.content
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"results": [{"prompts": "x"}]}', '{"results": 3}'])
+def test_results_of_another_kind(repository, text, tmp_path, capsys):
+    (tmp_path / "results.json").write_text(text)
+    words = ["export", str(repository[2]), str(tmp_path / "out"), "--to", "canonical"]
+    assert cli.main([*words, "--results", str(tmp_path / "results.json")]) == 2
+    error = capsys.readouterr().err
+    assert "holds no results of `dspark eval --json`" in error
+    assert error.count("\n") == 1
