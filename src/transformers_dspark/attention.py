@@ -6,9 +6,11 @@ a model switched to this implementation can never run with a silently missing ma
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import functional as F
@@ -147,21 +149,38 @@ def ragged_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs
         )
 
 
+# users of a model at the same time, nested or on several threads, and the attention that the last one puts back
+_lock = threading.Lock()
+_users: WeakKeyDictionary[PreTrainedModel, tuple[int, str]] = WeakKeyDictionary()
+
+
 @contextmanager
 def use_ragged_attention(target: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """
-    Switches a model to `ATTENTION_NAME` and back.
+    Switches a model to `ATTENTION_NAME` and back. Nothing else can run the model in the meantime.
 
     Raises:
         NotImplementedError: The model does not dispatch its attention through `AttentionInterface`.
     """
-    before = attention_implementation(target.config)
-    AttentionInterface.register(ATTENTION_NAME, ragged_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, ragged_mask)
-    target.set_attn_implementation(ATTENTION_NAME)
-    if attention_implementation(target.config) != ATTENTION_NAME:
-        raise NotImplementedError(f"{type(target).__name__} does not let its attention implementation be replaced.")
+    with _lock:
+        count, before = _users.get(target, (0, attention_implementation(target.config)))
+        if not count:
+            AttentionInterface.register(ATTENTION_NAME, ragged_attention)
+            AttentionMaskInterface.register(ATTENTION_NAME, ragged_mask)
+            target.set_attn_implementation(ATTENTION_NAME)
+            if attention_implementation(target.config) != ATTENTION_NAME:
+                raise NotImplementedError(
+                    f"{type(target).__name__} does not let its attention implementation be replaced, which a ragged "
+                    "cache needs: generate for one prompt at a time with dspark_loop='transformers', or without the "
+                    "drafter."
+                )
+        _users[target] = count + 1, before
     try:
         yield target
     finally:
-        target.set_attn_implementation(before)
+        with _lock:
+            count, before = _users.pop(target)
+            if count > 1:
+                _users[target] = count - 1, before
+            else:
+                target.set_attn_implementation(before)

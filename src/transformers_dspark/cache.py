@@ -58,14 +58,15 @@ class RaggedLayer(CacheLayerMixin):
             value_states (`torch.Tensor` of shape `(n, key_value_heads, tokens, head_dim)`): New values.
 
         Raises:
-            RuntimeError: The forward call carried no `ragged_window`.
+            NotImplementedError: The forward call carried no `ragged_window`.
             ValueError: More tokens than the capacity, or a step of more than one token.
         """
         window = (kwargs.get("kwargs") or {}).get(WINDOW_KEYWORD)
         if window is None:
-            raise RuntimeError(
-                f"A ragged cache needs the forward keyword `{WINDOW_KEYWORD}`; none was passed, or this model does"
-                " not hand its keywords on to the cache."
+            raise NotImplementedError(
+                f"A ragged cache needs the forward keyword `{WINDOW_KEYWORD}`: either none was passed, as in plain "
+                "generation, or this model does not hand its keywords on; then generate for one prompt at a time with "
+                "dspark_loop='transformers'."
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -165,7 +166,7 @@ class RaggedCache(Cache):
         count = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[RaggedLayer(context.rows, context.capacity) for _ in range(count)])
         self.context = context
-        self.ids: list[torch.Tensor] = []  # tokens of each row, once a call has ended
+        self.ids: list[torch.Tensor] = []  # tokens of each row, while no call is at work on them
 
     @property
     def lengths(self) -> list[int]:

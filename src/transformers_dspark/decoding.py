@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,7 @@ def batched_decoding(
     """
     _check_call(target, drafter, input_ids, generation_config, streamer)
     batch = _Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
-    with torch.no_grad(), batch.taps, few_rows_linears(target, drafter), use_ragged_attention(target):
+    with torch.no_grad(), batch.taps, few_rows_linears(target, drafter), batch.attention():
         tokens = batch.prefill()
         while True:
             if streamer is not None and tokens[0]:
@@ -130,7 +131,6 @@ class _Batch:
         self.target, self.drafter, self.config = target, drafter.bind_target(target), config
         self.device = input_ids.device
         self.options = DraftingOptions.resolve(config, drafter)
-        self.inputs = BatchInputs.read(target, drafter, input_ids, config, model_kwargs)
         rows, prompt = input_ids.shape
         self.start, self.max_length = prompt, int(config.max_length)
         self.text = input_ids.new_zeros(rows, self.max_length)  # committed tokens, and drafts behind them
@@ -138,7 +138,6 @@ class _Batch:
         self.ends = [prompt] * rows  # tokens of each text
         self.places = list(range(rows))  # row in each place of the caches
         self.live = rows
-        self.cache: RaggedCache = self.inputs.cache
         self.stats = GenerationStats()
         wants = bool(config.return_dict_in_generate)
         self.records = TokenRecords(
@@ -158,6 +157,14 @@ class _Batch:
         self._schedule = RoundSchedule(self.options, target, drafter, rows)
         self._positions_end = learned_positions(target)
         self._keeps_logits = "logits_to_keep" in inspect.signature(target.forward).parameters
+        # last of all: from here on the cache of an earlier call is ours
+        self.inputs = BatchInputs.read(target, drafter, input_ids, config, model_kwargs)
+        self.cache: RaggedCache = self.inputs.cache
+
+    def attention(self) -> AbstractContextManager[Any]:
+        """Ours for the whole call. Where others' code may run the target as well, only its own forwards have it."""
+        others = self._processors.may_run_models or self._stopping.may_run_models
+        return nullcontext() if others else use_ragged_attention(self.target)
 
     # ---- the steps of a round ---------------------------------------------------------------------------------------
 
@@ -187,7 +194,7 @@ class _Batch:
         if self._noise is not None:
             self._drawn = self._noise(range(rows), 2 * self._gamma + 1, self.device)
         none = self.text.new_empty(rows, 0)
-        kept, _ = self._commit(none, self._judge(scores[:, None], none, None, [0] * rows))
+        kept, _ = self._commit(none, self._judge(scores[:, None], none, None, [0] * rows), scores[:, None])
         self.records.keep_tokens(self.places, kept, [1] * rows, scores, logits, None)
         return self._retire(kept)
 
@@ -212,12 +219,13 @@ class _Batch:
         rows_of_tokens = [rows[place] for place in places for _ in range(1 + sent[place])]
         ends = [self.ends[row] + k for row, count in zip(rows, sent, strict=True) for k in range(1 + count)]
         scores = self._processors(self.text, rows_of_tokens, ends, logits.clone() if self.records.logits else logits)
-        verdict = self._judge(window.padded(scores), drafts.tokens, drafts.probs, lengths)
-        kept, accepted = self._commit(drafts.tokens, verdict)
+        by_row = window.padded(scores)
+        verdict = self._judge(by_row, drafts.tokens, drafts.probs, lengths)
+        kept, accepted = self._commit(drafts.tokens, verdict, by_row)
         self.records.keep_tokens(rows, kept, [1 + count for count in sent], scores, logits, outputs)
         self._extend(outputs, positions, window, [len(tokens) for tokens in kept])
         seconds = drafted - began, time.perf_counter() - drafted
-        self._schedule.record(rows, drafts.drafted, sent, accepted, context, seconds)
+        self._schedule.record(rows, drafts.drafted, lengths, accepted, len(ids), context, seconds)
         self._count(rows, sent, accepted, kept, seconds)
         return self._retire(kept)
 
@@ -312,15 +320,16 @@ class _Batch:
         `keep` names.
         """
         chosen = {} if keep is None or not self._keeps_logits else {"logits_to_keep": keep.to(self.device)}
-        outputs = self.taps.run(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            cache=self.cache,
-            use_cache=True,
-            **{WINDOW_KEYWORD: window},
-            **self.taps.forward_kwargs,
-            **chosen,
-        )
+        with use_ragged_attention(self.target):
+            outputs = self.taps.run(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                cache=self.cache,
+                use_cache=True,
+                **{WINDOW_KEYWORD: window},
+                **self.taps.forward_kwargs,
+                **chosen,
+            )
         logits = outputs.logits[0].to(self.device, torch.float32)
         self._vocabulary = logits.shape[-1]
         return outputs, logits if keep is None or chosen else logits[keep]
@@ -355,7 +364,9 @@ class _Batch:
         tests, bonus = self._drawn[:, self._gamma : self._gamma + width], self._drawn[:, -1]
         return accept(scores.softmax(dim=-1), probs[:, :width], tokens, tests, bonus, admitted)
 
-    def _commit(self, tokens: torch.Tensor, verdict: Verdict) -> tuple[list[list[int]], list[int]]:
+    def _commit(
+        self, tokens: torch.Tensor, verdict: Verdict, scores: torch.Tensor
+    ) -> tuple[list[list[int]], list[int]]:
         """Commits accepted drafts and bonus of each place. Returns the tokens kept, and how many were drafts."""
         accepted, bonus = torch.stack(verdict).tolist()
         if max(bonus) >= self._vocabulary:
@@ -369,9 +380,11 @@ class _Batch:
         ends = torch.tensor([self.ends[row] for row in rows], device=self.device)
         self.text[index, ends + verdict.accepted] = verdict.bonus
         kept = []
-        for row, drafts, count, last in zip(rows, tokens.tolist(), accepted, bonus, strict=True):
-            new = [*drafts[:count], last]
-            new = new[: self._stopping.kept(row, self.text, self.ends[row], new)]
+        drafts = tokens.tolist()
+        for place, (row, count, last) in enumerate(zip(rows, accepted, bonus, strict=True)):
+            new = [*drafts[place][:count], last]
+            seen = self.records.scores_with(row, scores[place, : count + 1])
+            new = new[: self._stopping.kept(row, self.text, self.ends[row], new, seen)]
             self.ends[row] += len(new)
             self._processors.commit(row, self.ends[row])
             kept.append(new)
@@ -413,11 +426,12 @@ class _Batch:
         sequences = self.text[:, :length]
         behind = torch.arange(length, device=self.device) >= torch.tensor(self.ends, device=self.device)[:, None]
         sequences = sequences.masked_fill(behind, self.inputs.pad_id)
+        if self.config.return_dict_in_generate or self.inputs.continued:  # someone will hold the cache
+            order = [self.places.index(row) for row in range(len(self.ends))]
+            self.cache.rearrange(order, self.cache.context.capacity)
+            self.cache.ids = [self.inputs.real(row, self.text, self.ends[row]) for row in range(len(self.ends))]
         if not self.config.return_dict_in_generate:
             return sequences
-        order = [self.places.index(row) for row in range(len(self.ends))]
-        self.cache.rearrange(order, self.cache.context.capacity)
-        self.cache.ids = [self.inputs.real(row, self.text, self.ends[row]) for row in range(len(self.ends))]
         self.stats.schedule = self._schedule.figures()
         return DSparkGenerateOutput(
             sequences=sequences,
@@ -428,6 +442,8 @@ class _Batch:
 
 
 def _row_seeds(options: DraftingOptions, rows: int) -> list[int]:
+    if isinstance(options.seed, (list, tuple)) and len(options.seed) != rows:
+        raise ValueError(f"seed has {len(options.seed)} numbers, and the call has {rows} rows: give one for each.")
     given = [options.seed_of(row) for row in range(rows)]
     drawn = torch.randint(2**62, (rows,)).tolist() if options.seed is None else given
     return [seed for seed in drawn if seed is not None]

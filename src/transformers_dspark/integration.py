@@ -6,6 +6,7 @@ It waits until Transformers itself loads the modules concerned, so importing thi
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import sys
@@ -87,6 +88,8 @@ def _wrap_validation(original: Callable[..., None]) -> Callable[..., None]:
             check_tokenizers(*map(generation_mode_kwargs.get, ("tokenizer", "assistant_tokenizer")))
             # what is left are checks of the target; those of the assistant assume a language model with a tokenizer
             generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1  # several texts of a prompt are rows of the batched loop
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate

@@ -98,7 +98,8 @@ def accept(
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     target_next = target_probs[rows, accepted]
     # behind the last admitted token the draft has no mass, so the residual is the target itself
-    draft_next = F.pad(draft_probs * within[..., None], (0, 0, 0, 1))[rows, accepted]
+    # (filled rather than multiplied: where nothing could be drafted, the distribution is NaN)
+    draft_next = F.pad(draft_probs.masked_fill(~within[..., None], 0.0), (0, 0, 0, 1))[rows, accepted]
     residual = (target_next - draft_next).clamp(min=0)
     empty = residual.sum(dim=-1, keepdim=True) <= 0
     return Verdict(accepted, draw(torch.where(empty, target_next, residual), bonus_uniforms))

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from .._compat import MASK_LENGTH
 from ..cache import RaggedCache
 from ..modeling_dspark import DSparkDrafter
 from ..ragged_context import RaggedContext
@@ -29,6 +30,7 @@ class BatchInputs:
         shifts (`list[int]`): What a row's position is ahead of its number of earlier tokens.
         cache (`RaggedCache`): Holds a row's beginning already where a cache of an earlier call was given.
         pad_id (`int`): Stands behind a text that ended.
+        continued (`bool`): The cache was given, and is whole again when the call ends.
     """
 
     ids: list[torch.Tensor]
@@ -37,6 +39,7 @@ class BatchInputs:
     shifts: list[int]
     cache: RaggedCache
     pad_id: int
+    continued: bool
 
     @classmethod
     def read(
@@ -62,10 +65,12 @@ class BatchInputs:
             )
         given = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if given is None else given
-        if mask.shape != input_ids.shape:
+        # `generate` drops a mask of ones, but notes its length
+        length = getattr(config, MASK_LENGTH, -1) if given is None else -1
+        if mask.shape != input_ids.shape or length not in (-1, input_ids.shape[1]):
             raise ValueError(
-                f"The attention mask has shape {tuple(mask.shape)}, the ids {tuple(input_ids.shape)}: the batched "
-                "loop needs a mask of the whole text, and ids that repeat what a cache holds."
+                f"The attention mask has {max(length, mask.shape[-1])} columns, the ids {input_ids.shape[1]}: the "
+                "batched loop needs a mask of the whole text, and ids that repeat what a cache holds."
             )
         real = mask.bool()
         if not bool(real[:, -1].all()):
@@ -85,8 +90,8 @@ class BatchInputs:
         ids = [input_ids[row, index] for row, index in enumerate(columns)]
         shifts = [int(p[-1]) - (len(p) - 1) for p in positions]
         capacity = int(config.max_length or 0)
-        cache = _cache(target, drafter, ids, capacity, model_kwargs.get("cache"))
-        return cls(ids, positions, columns, shifts, cache, _pad_id(config))
+        cache = _cache(target, drafter, ids, positions, capacity, model_kwargs.get("cache"))
+        return cls(ids, positions, columns, shifts, cache, _pad_id(config), cache is model_kwargs.get("cache"))
 
     def real(self, row: int, text: torch.Tensor, end: int) -> torch.Tensor:
         """A row's tokens without padding, up to `end` of `text`."""
@@ -95,12 +100,19 @@ class BatchInputs:
 
 
 def _cache(
-    target: PreTrainedModel, drafter: DSparkDrafter, ids: list[torch.Tensor], capacity: int, given: Cache | None
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    ids: list[torch.Tensor],
+    positions: list[torch.Tensor],
+    capacity: int,
+    given: Cache | None,
 ) -> RaggedCache:
     """A cache for these texts; that of an earlier call, cut to what the texts share with it, if there is one."""
     if not isinstance(given, RaggedCache):
         # any other cache knows nothing of the drafter's context, so the whole text is read once more
         return RaggedCache(target.config, RaggedContext(drafter, len(ids), capacity))
+    if not given.ids:
+        raise ValueError("The cache belongs to a call that did not come to its end: leave it out.")
     if len(given.ids) != len(ids):
         raise ValueError(
             f"The cache holds {len(given.ids)} texts, and this call has {len(ids)}: they must be the same."
@@ -109,8 +121,11 @@ def _cache(
     for row, (old, new) in enumerate(zip(given.ids, ids, strict=True)):
         # at least the last token is read again: its logits choose the next one
         most = min(given.lengths[row], len(new) - 1)
-        same = (old[:most] == new[:most].to(old.device)).long().cumprod(dim=0)
-        given.context.cut(row, int(same.sum()))
+        same = old[:most] == new[:most].to(old.device)
+        places = given.context.positions[row, :most]
+        same &= (places == positions[row][:most].to(places.device)).to(same.device)
+        given.context.cut(row, int(same.long().cumprod(dim=0).sum()))
+    given.ids = []  # until this call has ended
     return given
 
 

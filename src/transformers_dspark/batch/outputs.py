@@ -46,6 +46,10 @@ class TokenRecords:
         for kept, states in zip(self._prompt, outputs.hidden_states, strict=True):
             kept[window.rows, places] = states[0]
 
+    def scores_with(self, row: int, new: torch.Tensor) -> list[torch.Tensor] | None:
+        """Scores of a row's tokens so far and the `(n, vocab)` new ones, if scores are kept."""
+        return [*self._scores[row], *new] if self.scores else None
+
     def keep_tokens(
         self,
         rows: list[int],

@@ -33,6 +33,7 @@ _SHARED = {
     "TypicalLogitsWarper",
 }
 _READS_PREFIX = "RepetitionPenaltyLogitsProcessor"
+_OF_PROMPTS = ("prompt_ignore_length", "encoder_input_ids", "generated_ngrams")  # what processors hold of each prompt
 
 Ends = Sequence[int]
 
@@ -58,6 +59,11 @@ class RowProcessors:
         self._readers = [p for p in processors if type(p).__name__ == _READS_PREFIX]
         if not all(map(_is_shared, processors)):
             self._by_row = [SpeculativeProcessors(_of_row(processors, row, rows), eos_ids) for row in range(rows)]
+
+    @property
+    def may_run_models(self) -> bool:
+        """Whether one of them may run the target itself, as classifier-free guidance does."""
+        return self._by_row is not None
 
     @property
     def can_speculate(self) -> bool:
@@ -145,10 +151,7 @@ def _of_row(processors: LogitsProcessorList, row: int, rows: int) -> list[Any]:
         for index, twin in zip(stateful, copies, strict=True):
             ours[index] = twin
         for index, processor in enumerate(ours):
-            _cut_to_row(processor, row, rows)
-            if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
-                ours[index] = copy.copy(processor)
-                ours[index].prompt_ignore_length = ignored[row : row + 1]
+            ours[index] = _cut_to_row(processor, row, rows)
             if asks_user(processor):
                 ours[index] = copy.copy(processor)
                 (name,) = (n for n, value in vars(processor).items() if callable(value))
@@ -156,13 +159,24 @@ def _of_row(processors: LogitsProcessorList, row: int, rows: int) -> list[Any]:
     return ours
 
 
-def _cut_to_row(processor: Any, row: int, rows: int) -> None:
-    """Classifier-free guidance holds the negative prompts of all rows; the copy of a row needs its own."""
-    context = getattr(processor, "unconditional_context", None)
+def _cut_to_row(processor: Any, row: int, rows: int) -> Any:
+    """A processor of Transformers with what it holds of one row, if it holds something of each."""
+    context = getattr(processor, "unconditional_context", None)  # classifier-free guidance: the negative prompts
     if isinstance(context, dict):
         for name, value in context.items():
             if isinstance(value, torch.Tensor) and value.shape[0] == rows:
                 context[name] = value[row : row + 1]
+    held: dict[str, Any] = {name: getattr(processor, name, None) for name in _OF_PROMPTS}
+    held = {name: value for name, value in held.items() if isinstance(value, (torch.Tensor, list))}
+    if not held or type(processor).__module__ != _LIBRARY:
+        return processor
+    processor = copy.copy(processor)
+    for name, value in held.items():
+        prompt = row * len(value) // rows  # several rows may continue one prompt
+        setattr(processor, name, value[prompt : prompt + 1])
+    if hasattr(processor, "batch_size"):
+        processor.batch_size = 1
+    return processor
 
 
 __all__ = ["RowProcessors"]

@@ -104,8 +104,9 @@ class RoundSchedule:
         self,
         rows: list[int],
         drafted: list[bool],
-        sent: list[int],
+        admitted: list[int],
         accepted: list[int],
+        tokens: int,
         context: float,
         seconds: tuple[float, float],
     ) -> None:
@@ -113,16 +114,18 @@ class RoundSchedule:
         Learns from a round that is over.
 
         Args:
-            rows, drafted, sent, accepted (`list`): Live rows; which drafted, what was verified, what passed.
+            rows, drafted, admitted, accepted (`list`): Live rows; which drafted, what was admitted, what passed.
+            tokens (`int`): Sent to the target; in cap-accept more than what was admitted, which must not move the
+                gate: it would decide otherwise than in compact.
             context (`float`): As for [`~RoundSchedule.drafting`].
             seconds (`tuple[float, float]`): Of drafting, and of the target's step with all that belongs to it.
         """
         if self._gate is None or self.table is None:
             return
         full = np.zeros((3, self._rows), dtype=int)
-        full[:, rows] = drafted, sent, accepted
+        full[:, rows] = drafted, admitted, accepted
         self._gate.record(full[0].astype(bool), full[1], full[2])
-        self.table = self.table.refreshed(len(rows), len(rows) + sum(sent), context, seconds[1])
+        self.table = self.table.refreshed(len(rows), tokens, context, seconds[1])
         if any(drafted):
             self.table = self.table.refreshed_draft(sum(drafted), seconds[0])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria
@@ -10,7 +12,8 @@ from transformers.generation import EosTokenCriteria
 class RowStopping:
     """
     The criteria of a call. Length, end-of-sequence tokens and time are answered here; any other is asked about one row
-    at a time, token by token, with what the row is then.
+    at a time, token by token, with what the row is then. So it is not asked about rows that have ended, and one that
+    looks at the whole batch sees a batch of one.
 
     Args:
         criteria (`StoppingCriteriaList`): Those of the call.
@@ -28,7 +31,19 @@ class RowStopping:
         self._others = [c for c in criteria if not isinstance(c, answered)]
         self._done: set[int] = set()
 
-    def kept(self, row: int, text: torch.Tensor, end: int, new: list[int]) -> int:
+    @property
+    def may_run_models(self) -> bool:
+        """Whether a criterion is not Transformers' own; it may even run the target."""
+        return bool(self._others)
+
+    def kept(
+        self,
+        row: int,
+        text: torch.Tensor,
+        end: int,
+        new: list[int],
+        scores: Sequence[torch.Tensor] | None = None,
+    ) -> int:
         """
         Number of new tokens to keep: up to the first that ends the text.
 
@@ -37,12 +52,16 @@ class RowStopping:
             text (`torch.LongTensor` of shape `(rows, capacity)`): The texts, `new` behind the row's first `end`.
             end (`int`): Tokens committed before.
             new (`list[int]`): Tokens about to be committed.
+            scores (`Sequence[torch.FloatTensor]` of shape `(vocab,)`, *optional*): Of every generated token, the new
+                ones included, with `output_scores`.
         """
         for count, token in enumerate(new, 1):
             ends = token in self._eos_ids or end + count >= self.max_length
-            if self._others and not ends:
+            if self._others:
                 so_far = text[row : row + 1, : end + count]
-                ends = any(bool(torch.as_tensor(c(so_far, None)).all()) for c in self._others)
+                seen = None if scores is None else tuple(s[None] for s in scores[: len(scores) - len(new) + count])
+                answers = [bool(torch.as_tensor(c(so_far, seen)).all()) for c in self._others]  # all are asked
+                ends = ends or any(answers)
             if ends:
                 self._done.add(row)
                 return count
