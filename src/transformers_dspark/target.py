@@ -130,7 +130,7 @@ def few_rows_linears(*models: nn.Module) -> Iterator[None]:
             if layer.weight.device.type != "cpu" or ("forward" in vars(layer) and layer not in _users):
                 continue
             if layer not in _users:
-                layer.forward = functools.partial(_few_rows, layer)
+                vars(layer)["forward"] = functools.partial(_few_rows, layer)
             _users[layer] = _users.get(layer, 0) + 1
             used.append(layer)
     try:
