@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from ..configuration_dspark import mistyped
@@ -95,11 +96,24 @@ def open_checkpoint(
     try:
         family = family_of(raw)
         tensors = read_tensors(local_folder(path, **hub))
-        return convert(family, raw, tensors, own_embeddings=own_embeddings, sample_from_anchor=sample_from_anchor)
+        opened = convert(family, raw, tensors, own_embeddings=own_embeddings, sample_from_anchor=sample_from_anchor)
+        del tensors  # what the drafter does not keep
     except NotImplementedError as error:
         raise NotImplementedError(f"{path}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    _cast(opened.tensors, kwargs.get("dtype", kwargs.get("torch_dtype")))
+    return opened
+
+
+def _cast(tensors: dict[str, torch.Tensor], dtype: Any) -> None:
+    """Casts one tensor after another, so that the file's and the drafter's are never in memory together."""
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if isinstance(dtype, torch.dtype):
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                tensors[name] = tensor.to(dtype)
+            del tensor  # or its pages would stay until the next is there
 
 
 __all__ = ["FAMILIES", "OpenedCheckpoint", "family_of", "open_checkpoint", "read_config"]

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from ..configuration_dspark import DSparkConfig
 
@@ -66,9 +65,20 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder} holds no {name}; a drafter needs its weights as safetensors.")
         try:
-            tensors.update(load_file(folder / name))
+            tensors |= _mapped(folder / name)
         except SafetensorError as error:
             raise ValueError(f"{folder / name} is damaged or incomplete ({error}); fetch it again.") from error
+    return tensors
+
+
+def _mapped(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of one file, each mapped by itself: whoever drops or replaces one gives its pages back at once."""
+    with safe_open(file, framework="pt") as names:
+        keys = list(names.keys())
+    tensors = {}
+    for key in keys:
+        with safe_open(file, framework="pt") as opened:
+            tensors[key] = opened.get_tensor(key)
     return tensors
 
 
