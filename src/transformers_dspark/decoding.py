@@ -245,12 +245,18 @@ class _Batch:
         drawable: list[torch.Tensor] = []
         threshold = self.options.confidence_threshold
         confident = torch.ones(len(rows), dtype=torch.bool)
+        over = [torch.zeros(len(rows), dtype=torch.bool, device=self.device)]  # drafts that have ended
+
+        eos = torch.tensor(sorted(self._eos_ids), device=self.device)
+
+        def going(k: int) -> list[int]:
+            ended = over[k].tolist()
+            return [i for i, place in enumerate(chosen) if k < caps[place] and not ended[i]]
 
         def select(k: int, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             scores = pad_vocabulary(logits.to(self.device, torch.float32), self._vocabulary)
-            scores = self._processors(
-                self.text, rows, [min(end + k, self.max_length) for end in ends], scores.clone(), draft=True
-            )
+            room = [min(end + k, self.max_length) for end in ends]
+            scores = self._processors.drafted(self.text, rows, room, scores.clone(), lambda: going(k))
             some = torch.isfinite(scores.amax(dim=-1))  # NaN and +inf show up there as well
             drawable.append(some)
             if self._drawn is None:
@@ -259,6 +265,7 @@ class _Batch:
                 scores = scores.softmax(dim=-1)
                 ids = draw(scores, self._drawn[chosen, k])
             ids = torch.where(some, ids, 0)
+            over.append(over[-1] | ~some | torch.isin(ids, eos))
             self.text[index, (behind + k).clamp(max=self.max_length - 1)] = ids  # the last place is no draft's
             return ids, scores
 
@@ -275,23 +282,25 @@ class _Batch:
             select=select,
             keep_going=keep_going if threshold > 0 else None,
         )
-        return self._spread(proposal, chosen, caps, torch.stack(drawable, dim=1) if drawable else None)
+        return self._spread(proposal, chosen, caps, drawable, over)
 
     def _spread(
-        self, proposal: Proposal, chosen: list[int], caps: list[int], drawable: torch.Tensor | None
+        self,
+        proposal: Proposal,
+        chosen: list[int],
+        caps: list[int],
+        drawable: list[torch.Tensor],
+        over: list[torch.Tensor],
     ) -> _Drafts:
         """A proposal of some places as drafts of all live ones."""
         width = proposal.tokens.shape[1]
         tokens = self.text.new_zeros(self.live, width)
         tokens[chosen] = proposal.tokens.to(self.device)
         usable = [0] * self.live
-        if drawable is not None:
-            ended = torch.isin(tokens[chosen], torch.tensor(sorted(self._eos_ids), device=self.device))
-            # a draft counts if it and all before it could be drawn, and none before it ends the text
-            open_before = torch.cat((torch.zeros_like(ended[:, :1]), ended[:, :-1]), dim=1).cumsum(dim=1) == 0
-            for place, count in zip(
-                chosen, (drawable & open_before).long().cumprod(dim=1).sum(dim=1).tolist(), strict=True
-            ):
+        if width:
+            # a draft counts if it could be drawn, and the block had not ended before it
+            counts = torch.stack([some & ~ended for some, ended in zip(drawable, over, strict=False)]).sum(dim=0)
+            for place, count in zip(chosen, counts.tolist(), strict=True):
                 usable[place] = min(count, caps[place])
         probs = confidence = None
         if self._noise is not None and width:

@@ -56,6 +56,7 @@ class RowProcessors:
     def __init__(self, processors: LogitsProcessorList, rows: int, eos_ids: set[int]) -> None:
         self._shared = LogitsProcessorList(map(_without_padding, processors))
         self._by_row: list[SpeculativeProcessors] | None = None
+        self._drafting: dict[int, LogitsProcessorList] = {}  # copies for the drafts of this round
         self._readers = [p for p in processors if type(p).__name__ == _READS_PREFIX]
         if not all(map(_is_shared, processors)):
             self._by_row = [SpeculativeProcessors(_of_row(processors, row, rows), eos_ids) for row in range(rows)]
@@ -70,32 +71,57 @@ class RowProcessors:
         """Whether drafted positions may be asked for at all."""
         return self._by_row is None or all(processors.can_speculate for processors in self._by_row)
 
-    def __call__(
-        self, text: torch.Tensor, rows: Sequence[int], ends: Ends, scores: torch.Tensor, draft: bool = False
-    ) -> torch.Tensor:
+    def __call__(self, text: torch.Tensor, rows: Sequence[int], ends: Ends, scores: torch.Tensor) -> torch.Tensor:
         """
-        Processed scores.
+        Processed scores of the target.
 
         Args:
             text (`torch.LongTensor` of shape `(all_rows, capacity)`): The texts, drafted tokens behind committed ones.
             rows (`Sequence[int]`): Row of each position; the positions of a row come in order.
             ends (`Sequence[int]`): Length of the prefix of each position.
             scores (`torch.FloatTensor` of shape `(n, vocab)`): Logits of the positions. They may be changed.
-            draft (`bool`): The scores are the drafter's: nothing that keeps state takes notice of them.
         """
         if self._by_row is None:
             return self._shared(self._prefixes(text, rows, ends), scores) if self._shared else scores
-        processed = []
-        for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
-            ours = self._by_row[row]
-            asked: Callable[..., Any] = ours.for_drafting() if draft else ours
-            processed.append(asked(text[row : row + 1, :end], scores[index : index + 1]))
-        return torch.cat(processed)
+        return self._one_by_one(self._by_row.__getitem__, text, rows, ends, scores)
+
+    def drafted(
+        self, text: torch.Tensor, rows: Sequence[int], ends: Ends, scores: torch.Tensor, going: Callable[[], list[int]]
+    ) -> torch.Tensor:
+        """
+        Processed scores of the drafter, one position of each row. Nothing that keeps state takes notice of them.
+
+        Args:
+            text, rows, ends, scores: As for a call.
+            going (`Callable`): Returns those of the `n` whose draft has not ended. Processors that go through rows one
+                by one are asked about no other: a user's grammar need not know how to go on behind an end.
+        """
+        if self._by_row is None:
+            return self(text, rows, ends, scores)
+        for row in rows:
+            if row not in self._drafting:
+                self._drafting[row] = self._by_row[row].for_drafting()
+        if asked := going():
+            some = [rows[i] for i in asked], [ends[i] for i in asked], scores[asked]
+            scores[asked] = self._one_by_one(self._drafting.__getitem__, text, *some)
+        return scores
 
     def commit(self, row: int, end: int) -> None:
         """Ends a round of a row: its text now has `end` tokens."""
         if self._by_row is not None:
             self._by_row[row].commit(end)
+            self._drafting.pop(row, None)
+
+    def _one_by_one(
+        self,
+        processors: Callable[[int], LogitsProcessorList],
+        text: torch.Tensor,
+        rows: Sequence[int],
+        ends: Ends,
+        scores: torch.Tensor,
+    ) -> torch.Tensor:
+        places = enumerate(zip(rows, ends, strict=True))
+        return torch.cat([processors(row)(text[row : row + 1, :end], scores[i : i + 1]) for i, (row, end) in places])
 
     def _prefixes(self, text: torch.Tensor, rows: Sequence[int], ends: Ends) -> torch.Tensor:
         """`(n, longest)` prefixes without padding; what is too short repeats its last token, which changes no set."""
@@ -155,7 +181,9 @@ def _of_row(processors: LogitsProcessorList, row: int, rows: int) -> list[Any]:
             if asks_user(processor):
                 ours[index] = copy.copy(processor)
                 (name,) = (n for n, value in vars(processor).items() if callable(value))
-                setattr(ours[index], name, _RowNumber(getattr(processor, name), row))
+                (texts,) = (n for n, value in vars(processor).items() if isinstance(value, int))  # of a prompt
+                setattr(ours[index], name, _RowNumber(getattr(processor, name), row // getattr(processor, texts)))
+                setattr(ours[index], texts, 1)
     return ours
 
 
@@ -172,7 +200,7 @@ def _cut_to_row(processor: Any, row: int, rows: int) -> Any:
         return processor
     processor = copy.copy(processor)
     for name, value in held.items():
-        prompt = row * len(value) // rows  # several rows may continue one prompt
+        prompt = row * len(value) // rows  # several rows may be texts of one prompt
         setattr(processor, name, value[prompt : prompt + 1])
     if hasattr(processor, "batch_size"):
         processor.batch_size = 1
