@@ -204,8 +204,7 @@ class _Batch:
         rows = self.places[: self.live]
         caps = [self._most_drafts(place) for place in range(self.live)]
         context = sum(self.cache.lengths[: self.live]) / self.live
-        drafting = self._schedule.drafting(rows, caps, context)
-        drafts = self._draft(caps, drafting)
+        drafts = self._draft(self._schedule.widths(rows, caps, context))
         drafted = time.perf_counter()
         lengths = self._schedule.lengths(rows, drafts.confidence, drafts.usable, context)
         sent = drafts.usable if self.options.verify_mode == "cap-accept" else lengths
@@ -229,10 +228,10 @@ class _Batch:
         self._count(rows, sent, accepted, kept, seconds)
         return self._retire(kept)
 
-    def _draft(self, caps: list[int], drafting: list[bool]) -> _Drafts:
-        """Drafts for some places; their tokens are also written behind the texts."""
-        chosen = [place for place, yes in enumerate(drafting) if yes]
-        width = max((caps[place] for place in chosen), default=0)
+    def _draft(self, caps: list[int]) -> _Drafts:
+        """Up to `caps` drafts for each place; their tokens are also written behind the texts."""
+        chosen = [place for place, cap in enumerate(caps) if cap]
+        width = max(caps)
         if self._noise is not None:  # as many numbers in every round, whatever comes of it
             self._drawn = self._noise(self.places[: self.live], 2 * self._gamma + 1, self.device)
         if not width or not self._processors.can_speculate:

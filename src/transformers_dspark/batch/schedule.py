@@ -43,10 +43,11 @@ class RoundSchedule:
         # confidences of the rounds before, the oldest first; NaN where a row has none
         self._history = [torch.full((rows, self._gamma), float("nan")) for _ in range(LAG)]
         self._rows = rows
+        self._budget = 0  # tokens admitted over all rows in this round, by the lagged scheduler
 
-    def drafting(self, rows: list[int], caps: list[int], context: float) -> list[bool]:
+    def widths(self, rows: list[int], caps: list[int], context: float) -> list[int]:
         """
-        Which of the live rows draft in the coming round.
+        Tokens to draft for each of the live rows in the coming round; 0 for a row that does not draft.
 
         Args:
             rows (`list[int]`): The live rows.
@@ -54,50 +55,54 @@ class RoundSchedule:
             context (`float`): Entries of a row in the target's cache, on average.
         """
         if self._gate is None or self.table is None:
-            return [cap > 0 for cap in caps]
+            return caps
         live = np.zeros(self._rows, dtype=bool)
         live[rows] = True
         cost = self.table.curve(len(rows), len(rows) * self._gamma, context)
-        chosen = self._gate.decide(live, cost, self.table.draft_curve(len(rows)))
-        return [bool(chosen[row]) and cap > 0 for row, cap in zip(rows, caps, strict=True)]
+        drafts = self.table.draft_curve(len(rows))
+        chosen = self._gate.decide(live, cost, drafts)
+        widths = [cap if chosen[row] else 0 for row, cap in zip(rows, caps, strict=True)]
+        if any(widths) and self._options.scheduler == "lagged" and self._options.verify_mode != "static":
+            cost = cost + drafts[sum(map(bool, widths))]
+            before = survival(self._history[0][rows])
+            self._budget = max(1, int(budget(before, cost, torch.tensor(widths))))
+            widths = [min(width, self._budget) for width in widths]  # no row can get more
+        return widths
 
     def lengths(
         self, rows: list[int], confidence: torch.Tensor | None, usable: list[int], context: float
     ) -> list[int]:
         """
-        Drafts of each live row that are admitted in this round.
+        Drafts of each live row that are admitted in this round, after [`~RoundSchedule.widths`].
 
         Args:
             rows (`list[int]`): The live rows.
             confidence (`torch.FloatTensor` of shape `(live, width)`, *optional*): Of their drafts; NaN in rows that
                 did not draft.
             usable (`list[int]`): Drafts of each that may be verified at all.
-            context (`float`): As for [`~RoundSchedule.drafting`].
+            context (`float`): As for [`~RoundSchedule.widths`].
         """
+        self._remember(rows, confidence)
         if confidence is None or not any(usable):
-            self._remember(rows, None)
             return usable
         caps = torch.tensor(usable)
         if self._options.confidence_threshold > 0:
             caps = torch.minimum(caps, threshold_caps(confidence, self._options.confidence_threshold))
         if self._options.verify_mode == "static" or self.table is None:
             return caps.tolist()
-        cost = self.table.curve(len(rows), len(rows) * self._gamma, context)
-        cost = cost + self.table.draft_curve(len(rows))[sum(map(bool, usable))]
         now = survival(confidence)
         if self._options.scheduler == "causal":
-            admitted = causal_lengths(now, cost, caps)
-        else:
-            room = torch.tensor([self._gamma if count else 0 for count in usable])
-            most = budget(survival(self._history[0][rows]), cost, room)
-            admitted = top_k_lengths(now, most, caps)
-        self._remember(rows, confidence)
-        return admitted.tolist()
+            cost = self.table.curve(len(rows), len(rows) * self._gamma, context)
+            cost = cost + self.table.draft_curve(len(rows))[sum(map(bool, usable))]
+            return causal_lengths(now, cost, caps).tolist()
+        return top_k_lengths(now, self._budget, caps).tolist()
 
     def _remember(self, rows: list[int], confidence: torch.Tensor | None) -> None:
         latest = torch.full_like(self._history[0], float("nan"))
-        if confidence is not None:
-            latest[torch.tensor(rows), : confidence.shape[1]] = confidence
+        if confidence is not None and confidence.shape[1]:
+            # what was not drafted is taken to be as sure as the last that was
+            behind = confidence[:, -1:].expand(-1, self._gamma - confidence.shape[1])
+            latest[rows] = torch.cat((confidence, behind), dim=1)
         self._history = [*self._history[1:], latest]
 
     def record(
@@ -117,7 +122,7 @@ class RoundSchedule:
             rows, drafted, admitted, accepted (`list`): Live rows; which drafted, what was admitted, what passed.
             tokens (`int`): Sent to the target; in cap-accept more than what was admitted, which must not move the
                 gate: it would decide otherwise than in compact.
-            context (`float`): As for [`~RoundSchedule.drafting`].
+            context (`float`): As for [`~RoundSchedule.widths`].
             seconds (`tuple[float, float]`): Of drafting, and of the target's step with all that belongs to it.
         """
         if self._gate is None or self.table is None:
