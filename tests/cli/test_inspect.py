@@ -81,6 +81,19 @@ def test_refused_families_are_described(tmp_path, capsys):
     assert "refused" in capsys.readouterr().out
 
 
+def test_a_target_with_a_drafter_inside(tmp_path, capsys):
+    """Nothing of such a target's many files is read for it."""
+    raw = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "dspark_block_size": 5}
+    raw |= {"dspark_target_layer_ids": [40, 41, 42], "dspark_markov_rank": 256}
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "config.json").write_text(json.dumps(raw))
+    report = inspected(tmp_path / "d", tmp_path, code=1)
+    assert report["family"] == "DSpark embedded in a DeepSeek-V4 target"
+    assert report["recognised_by"] == "architectures ['DeepseekV4ForCausalLM']"
+    assert "block of 5, taps [40, 41, 42], Markov rank 256" in report["problem"]
+    capsys.readouterr()
+
+
 def test_broken_checkpoints_say_what_is_missing(tmp_path, capsys):
     twin = TWINS["DeepSpec"]
     tensors = tensors_of(twin, canonical(twin))
