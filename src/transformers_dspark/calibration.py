@@ -212,7 +212,7 @@ def roc_auc(scores: torch.Tensor, outcomes: torch.Tensor) -> float:
         return math.nan
     ordered, counts = scores.double().unique(return_counts=True)
     ranks = counts.cumsum(dim=0) - (counts - 1) / 2  # from 1; the mean one where scores are equal
-    held = ranks[torch.searchsorted(ordered, scores.double())]
+    held = ranks[torch.searchsorted(ordered, scores.double().contiguous())]
     return (float(held[positive].sum()) - count * (count + 1) / 2) / (count * (len(outcomes) - count))
 
 

@@ -138,7 +138,7 @@ class _Batch:
         self.ends = [prompt] * rows  # tokens of each text
         self.places = list(range(rows))  # row in each place of the caches
         self.live = rows
-        self.stats = GenerationStats()
+        self.stats = GenerationStats(confidences=[[] for _ in range(rows)])
         wants = bool(config.return_dict_in_generate)
         self.records = TokenRecords(
             rows,
@@ -226,6 +226,10 @@ class _Batch:
         seconds = drafted - began, time.perf_counter() - drafted
         self._schedule.record(rows, drafts.drafted, lengths, accepted, len(ids), context, seconds)
         self._count(rows, sent, accepted, kept, seconds)
+        if self.config.return_dict_in_generate:
+            known = [[]] * self.live if drafts.confidence is None else drafts.confidence.tolist()
+            for row, count, values in zip(rows, sent, known, strict=True):
+                self.stats.confidences[row].append(values[:count])
         return self._retire(kept)
 
     def _draft(self, caps: list[int]) -> _Drafts:

@@ -29,6 +29,8 @@ class GenerationStats:
             wall time between points where the host waits for the device anyway.
         schedule (`dict[str, int]`, *optional*): With a table of step costs, how often rows and rounds went without
             drafts because these would not have paid.
+        confidences (`list[list[list[float]]]`): From the batched loop, for each row and round the confidences of its
+            verified tokens; empty for a drafter without a confidence head.
         tested_by_position, passed_by_position (`list[int]`): Over all rows, drafted tokens at each block position
             whose prefix was accepted, and those of them that were accepted too.
     """
@@ -39,6 +41,7 @@ class GenerationStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     schedule: dict[str, int] | None = None
+    confidences: list[list[list[float]]] = field(default_factory=list, repr=False)
     tested_by_position: list[int] = field(default_factory=list, repr=False)
     passed_by_position: list[int] = field(default_factory=list, repr=False)
 
@@ -76,6 +79,7 @@ class GenerationStats:
             total.verify_seconds += stats.verify_seconds
             total.accepted_lengths += stats.accepted_lengths
             total.verify_lengths += stats.verify_lengths
+            total.confidences += stats.confidences
             for name in ("tested_by_position", "passed_by_position"):
                 pairs = zip_longest(getattr(total, name), getattr(stats, name), fillvalue=0)
                 setattr(total, name, [ours + theirs for ours, theirs in pairs])

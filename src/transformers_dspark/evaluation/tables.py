@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from rich.table import Table
@@ -76,4 +76,18 @@ def acceptance_table(stats: GenerationStats) -> Table:
     for k in range(len(stats.acceptance_by_position)):
         table.add_column(f"k={k + 1}", justify="right")
     table.add_row(*("-" if share is None else f"{share:.0%}" for share in stats.acceptance_by_position))
+    return table
+
+
+def calibration_table(figures: Sequence[Mapping[str, float]], temperatures: Sequence[float]) -> Table:
+    """One line a position: what survived, and how well confidence said so before and after."""
+    heads = ["position", "temperature", "survived"]
+    heads += [f"{name} {when}" for name in ("error", "Brier", "AUC") for when in ("before", "after")]
+    table = Table(*heads, title="Confidence against acceptance, on prompts it was not fitted on", title_justify="left")
+    for line, temperature in zip(figures, temperatures, strict=True):
+        names = ("error_before", "error_after", "brier_before", "brier_after", "auc_before", "auc_after")
+        cells = [f"{line['survived']:.1%}", *(f"{line[name]:.3f}" for name in names)]
+        table.add_row(str(line["position"]), f"{temperature:.2f}", *cells)
+    means = [sum(line[name] for line in figures) / len(figures) for name in ("error_before", "error_after")]
+    table.add_row("mean", "", "", *(f"{mean:.3f}" for mean in means))
     return table

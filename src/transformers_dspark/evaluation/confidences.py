@@ -1,0 +1,108 @@
+"""Confidences of a drafter beside what became of its tokens, from real decoding in static mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..calibration import ConfidenceCalibration, brier, expected_calibration_error, roc_auc
+from ..generation_config import DSparkGenerationConfig
+from ..telemetry import GenerationStats
+from .runs import Pair
+
+
+def answer_in_batches(
+    pair: Pair, prompts: Sequence[str], rows: int, max_new_tokens: int, temperature: float, seed: int
+) -> Iterator[GenerationStats]:
+    """
+    Answers prompts a batch at a time, verifying every drafted token, and yields the figures of each batch.
+
+    Args:
+        pair (`Pair`): Target and drafter.
+        prompts (`Sequence[str]`): First user turns.
+        rows (`int`): Prompts of a batch.
+        max_new_tokens (`int`): Of each answer.
+        temperature (`float`): 0 is greedy; otherwise the bare distribution at that temperature.
+        seed (`int`): The n-th prompt draws with seed + n.
+    """
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    base, tokenizer = pair.target.generation_config, pair.tokenizer
+    pad = base.pad_token_id if base.pad_token_id is not None else tokenizer.pad_token_id
+    for start in range(0, len(prompts), rows):
+        ids = [pair.prompt_ids([{"role": "user", "content": text}])[0] for text in prompts[start : start + rows]]
+        longest = max(map(len, ids))
+        inputs = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=pad or 0) for row in ids])
+        mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in ids])
+        config = DSparkGenerationConfig(
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+            eos_token_id=base.eos_token_id,
+            return_dict_in_generate=True,
+            dspark_loop="batched",
+            verify_mode="static",
+            seed=seed + start,
+            **sampling,
+        )
+        output = pair.target.generate(
+            inputs, attention_mask=mask, generation_config=config, assistant_model=pair.drafter
+        )
+        yield output.dspark
+
+
+def labelled_confidences(stats: GenerationStats, temperatures: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Raw confidence logits and outcomes of whole blocks.
+
+    The last round of a text is left out, where its end and not the drafter may have cut the block.
+
+    Args:
+        stats (`GenerationStats`): Of calls in static mode.
+        temperatures (`Sequence[float]`): Those that were applied to the confidences, one for each drafted token.
+
+    Returns:
+        Logits `(n, gamma)` in float64, and 1 where a token passed, `(n, gamma)`.
+    """
+    gamma = len(temperatures)
+    confidences, passed = [], []
+    for rounds, committed in zip(stats.confidences, stats.accepted_lengths, strict=True):
+        for values, count in zip(rounds[:-1], committed[:-1], strict=True):
+            if len(values) == gamma:
+                confidences.append(values)
+                passed.append([int(k < count - 1) for k in range(gamma)])
+    logits = torch.logit(torch.tensor(confidences, dtype=torch.float64).view(-1, gamma), eps=1e-9)
+    return logits * torch.tensor(temperatures, dtype=torch.float64), torch.tensor(passed).view(-1, gamma)
+
+
+def calibration_figures(
+    logits: torch.Tensor, passed: torch.Tensor, before: Sequence[float], after: Sequence[float]
+) -> list[dict[str, float]]:
+    """
+    For each position, how well the survival predicts that a token and all before it pass, under two sets of
+    temperatures: calibration error, Brier score and area under the ROC curve.
+
+    Args:
+        logits, passed (shape `(n, gamma)`): See [`labelled_confidences`].
+        before, after (`Sequence[float]`): Temperatures.
+    """
+    figures: list[dict[str, float]] = []
+    survived = (passed > 0).long().cumprod(dim=1)
+    survivals = {
+        name: ConfidenceCalibration(list(temperatures)).apply(logits).cumprod(dim=1)
+        for name, temperatures in (("before", before), ("after", after))
+    }
+    for k in range(logits.shape[1]):
+        line = {"position": k + 1, "survived": float(survived[:, k].double().mean())}
+        for name, survival in survivals.items():
+            line[f"survival_{name}"] = float(survival[:, k].mean())
+            line[f"error_{name}"] = expected_calibration_error(survival[:, k], survived[:, k])
+            line[f"brier_{name}"] = brier(survival[:, k], survived[:, k])
+            line[f"auc_{name}"] = roc_auc(survival[:, k], survived[:, k])
+        figures.append(line)
+    return figures
+
+
+__all__ = ["answer_in_batches", "calibration_figures", "labelled_confidences"]

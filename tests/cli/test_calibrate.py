@@ -1,0 +1,92 @@
+"""`dspark calibrate` on a tiny pair: blocks are labelled as decoding judged them, and temperatures are stored."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.cli.tokenizer import word_tokenizer
+from transformers_dspark import DSparkConfig, DSparkDrafter
+from transformers_dspark.cli import main
+from transformers_dspark.evaluation.confidences import calibration_figures, labelled_confidences
+from transformers_dspark.telemetry import GenerationStats
+
+
+SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def pair(tmp_path):
+    torch.manual_seed(0)
+    llama = {"num_hidden_layers": 2, "initializer_range": 0.3, "eos_token_id": None, "pad_token_id": 0}
+    LlamaForCausalLM(LlamaConfig(**SMALL, **llama)).save_pretrained(tmp_path / "target")
+    word_tokenizer(40).save_pretrained(tmp_path / "target")
+    config = DSparkConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=8,
+        block_size=3,
+        target_layer_ids=[0],
+        num_hidden_layers=1,
+        mask_token_id=1,
+        markov_rank=4,
+        enable_confidence_head=True,
+    )
+    DSparkDrafter(config).save_pretrained(tmp_path / "drafter")
+    lines = (json.dumps({"turns": [f"t{i:02d} t{i + 1:02d}"]}) for i in range(6))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def calibrate(folder, *more):
+    words = ["--target", f"{folder}/target", "--drafter", f"{folder}/drafter", "--device", "cpu", "--rows", "2"]
+    return main(["calibrate", f"{folder}/prompts.jsonl", *words, "--max-new-tokens", "24", *more])
+
+
+def test_temperatures_are_found_and_stored(pair, capsys):
+    assert calibrate(pair, "--out", f"{pair}/t.json", "--store", "--json", f"{pair}/r.json") == 0
+    result = json.loads((pair / "r.json").read_text())
+    stored = DSparkConfig.from_pretrained(pair / "drafter").confidence_temperatures
+    assert stored == result["temperatures"] == json.loads((pair / "t.json").read_text())["temperatures"]
+    assert result["fitted_on_blocks"] > 20
+    assert result["judged_on_blocks"] > 20
+    after, before = ([line[f"error_{when}"] for line in result["positions"]] for when in ("after", "before"))
+    assert sum(after) < sum(before)  # an untrained head is sure of nothing, and its drafts fail
+    assert "judged on" in capsys.readouterr().out
+    # the temperatures that a drafter holds are undone before the next fit, so it finds the same ones
+    assert calibrate(pair, "--json", f"{pair}/again.json") == 0
+    assert json.loads((pair / "again.json").read_text())["temperatures"] == pytest.approx(stored)
+
+
+def test_labels():
+    stats = GenerationStats(
+        confidences=[[[0.5, 0.25], [0.9, 0.8], [0.7, 0.7]], [[0.6], [0.1, 0.2], [0.3, 0.3]]],
+        accepted_lengths=[[1, 3, 2], [1, 2, 1]],
+    )
+    logits, passed = labelled_confidences(stats, (1.0, 2.0))
+    confidences = torch.tensor([[0.5, 0.25], [0.9, 0.8], [0.1, 0.2]], dtype=torch.float64)
+    torch.testing.assert_close(torch.sigmoid(logits / torch.tensor([1.0, 2.0])), confidences)
+    assert passed.tolist() == [[0, 0], [1, 1], [1, 0]]  # neither last rounds nor blocks that were cut
+    first = calibration_figures(logits, passed, (1.0, 2.0), (1.0, 2.0))[0]
+    assert first["survived"] == pytest.approx(2 / 3)
+    assert first["brier_before"] == pytest.approx((0.5**2 + 0.1**2 + 0.9**2) / 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda folder: (folder / "prompts.jsonl").write_text('{"turns": ["t01"]}'), "two or more"),
+        (lambda folder: headless(folder / "drafter"), "no confidence head"),
+    ],
+)
+def test_what_cannot_be_calibrated(pair, capsys, change, problem):
+    change(pair)
+    assert calibrate(pair) == 2
+    assert problem in capsys.readouterr().err
+
+
+def headless(folder):
+    config = DSparkConfig.from_pretrained(folder)
+    config.enable_confidence_head = config.confidence_head_with_markov = False
+    DSparkDrafter(config).save_pretrained(folder)
