@@ -55,14 +55,14 @@ class BatchInputs:
             NotImplementedError: inputs other than text, or a cache that the loop cannot go on from.
             ValueError: no row, an empty row, padding on the right, or a mask that does not fit.
         """
-        if input_ids.shape[0] == 0:
-            raise ValueError("The batch is empty: give at least one prompt.")
         known = inspect.signature(target.forward).parameters.keys() - _HANDLED
         if others := sorted(n for n in known if isinstance(model_kwargs.get(n), torch.Tensor)):
             raise NotImplementedError(
                 f"The batched loop reads text only, and was given {', '.join(others)}: generate for one prompt at a "
                 "time with dspark_loop='transformers', or without the drafter."
             )
+        if input_ids.numel() == 0:
+            raise ValueError("The batch is empty: give at least one prompt of at least one token.")
         given = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if given is None else given
         # `generate` drops a mask of ones, but notes its length
