@@ -82,6 +82,7 @@ class BatchDrafter(DSparkDrafter):
 
     script: list[list[int]]
     rounds: int
+    errs: bool = True
 
     def propose(self, anchor_ids, position_ids, context, *, width=None, select=None, keep_going=None):
         size, vocab = self.config.block_size, self.config.vocab_size
@@ -90,7 +91,7 @@ class BatchDrafter(DSparkDrafter):
             texts = [t for t in self.script if place < len(t) and t[place] == anchor]
             truth = [*texts[0][place + 1 :], *[0] * size] if texts else [0] * size
             for k in range(size):
-                wrong = (self.rounds + row) % (size + 1) == k
+                wrong = self.errs and (self.rounds + row) % (size + 1) == k
                 base[row, k, (truth[k] + wrong) % vocab] = 5.0
         self.rounds += 1
         self.scripted_base = base

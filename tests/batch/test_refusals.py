@@ -104,10 +104,6 @@ def test_an_empty_batch(refused):
     refused(ValueError, "batch is empty", ids=torch.zeros(0, 4, dtype=torch.long))
 
 
-def test_empty_prompts(refused):
-    refused(ValueError, "batch is empty", ids=torch.zeros(2, 0, dtype=torch.long))
-
-
 @pytest.mark.parametrize("columns", [5, 12])
 def test_a_mask_that_does_not_fit(refused, columns):
     ids, mask = ragged(3)[0], torch.ones(3, columns, dtype=torch.long)
