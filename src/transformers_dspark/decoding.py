@@ -49,6 +49,15 @@ def batched_decoding(
     """
     Generates for a batch of prompts with a DSpark drafter.
 
+    The tokens are those of plain generation (greedy), or follow its law (sampling), with four differences of form:
+
+    - A row that has ended is followed by padding. Plain generation does so only if the call has an end-of-sequence
+      token; otherwise it goes on with tokens of that row until all rows have ended.
+    - Scores, logits and hidden states behind a row's end, and hidden states of padding, are zeros.
+    - A user's processor or criterion is asked about one row at a time, as in a call for that row alone, and no more
+      once the row has ended. One that keeps state is copied for each row.
+    - `max_time` is looked at once a round.
+
     Args:
         target (`PreTrainedModel`): The model whose distribution is kept.
         input_ids (`torch.LongTensor` of shape `(rows, length)`): Prompts, padded on the left.

@@ -10,6 +10,7 @@ Two ways of plain generation are its own, and the batched loop does otherwise on
 """
 
 import itertools
+import threading
 import time
 
 import pytest
@@ -19,8 +20,10 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -91,6 +94,11 @@ PROCESSED = {
     "encoder_repetition": {"encoder_repetition_penalty": 1.8},
     "encoder_ngrams": {"encoder_no_repeat_ngram_size": 1},
     "watermark": {"watermarking_config": WatermarkingConfig(bias=2.5, greenlist_ratio=0.3)},
+    "synthid": {
+        "do_sample": True,
+        "top_k": 1,
+        "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[11, 7, 5], sampling_table_size=64),
+    },
     "stateful": {"logits_processor": lambda: LogitsProcessorList([Remembers()])},
     "many": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[7]], "eos_token_id": EOS},
 }
@@ -101,7 +109,8 @@ def test_logits_processors(lab, both, name):
     outputs = {"return_dict_in_generate": True, "output_scores": True}
     plain, ours = both(lab.target(), 4, **outputs, **PROCESSED[name])
     assert torch.equal(plain.sequences, ours.sequences)
-    assert not torch.equal(plain.sequences, both(lab.target(), 4)[0])  # the option changes something
+    if name != "synthid":  # one candidate leaves it no choice, but its memory is at work
+        assert not torch.equal(plain.sequences, both(lab.target(), 4)[0])  # the option changes something
     assert_close_until_the_end(plain, ours, "scores")
 
 
@@ -263,3 +272,36 @@ def test_code_of_others_may_run_the_target(lab, both):
     plain, ours = both(target, 3, stopping_criteria=lambda: StoppingCriteriaList([Asks(target)]), eos_token_id=63)
     assert torch.equal(plain, ours)
     assert target.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("where", ["option", "object"])
+def test_static_caches(lab, both, where):
+    """The loop keeps a static cache of its own; what is asked for is no obstacle."""
+    target, (ids, mask) = lab.target(), ragged(3)
+    options = {"do_sample": False, "max_new_tokens": 20, "attention_mask": mask}
+    plain = target.generate(ids, **options)
+    static = {"cache_implementation": "static"}
+    if where == "object":
+        static = {"cache": StaticCache(config=target.config, max_cache_len=40)}
+    assert torch.equal(plain, target.generate(ids, assistant_model=lab.drafter(), **options, **static))
+
+
+@pytest.mark.parametrize("who", ["whole calls", "single forwards"])
+def test_two_threads(lab, who):
+    """Calls on two threads share the target; neither puts the attention back under the other's feet."""
+    target, outs, (ids, mask) = lab.target(), {}, ragged(3)
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 40}
+    plain = target.generate(ids, **options)
+    extra = {"prefix_allowed_tokens_fn": lambda row, text: list(range(64))} if who == "single forwards" else {}
+
+    def call(name):
+        outs[name] = target.generate(ids, assistant_model=lab.drafter(), **options, **extra)
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outs) == 3
+    assert all(torch.equal(plain, out) for out in outs.values())
+    assert target.config._attn_implementation == "sdpa"

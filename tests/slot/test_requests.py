@@ -28,7 +28,6 @@ def never_run(lab, monkeypatch):
     [
         ({"num_beams": 2}, NotImplementedError, "beam"),
         ({"num_beams": 2, "do_sample": True}, NotImplementedError, "beam"),
-        ({"num_return_sequences": 2, "do_sample": True}, NotImplementedError, "num_return_sequences=2"),
         ({"cache_implementation": "quantized"}, NotImplementedError, "quantized"),
         ({"use_cache": False}, ValueError, "use_cache"),
         ({"assistant_ensemble_weight": 0.5}, ValueError, "assistant_ensemble_weight"),
@@ -84,15 +83,6 @@ def test_virtual_tokens(lab, never_run, prompt, kind):
     tuned = peft.get_peft_model(target, getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")).eval()
     with pytest.raises(NotImplementedError, match="learned prompt"):
         tuned.generate(input_ids=prompt, assistant_model=lab.drafter(), max_new_tokens=4)
-
-
-@pytest.mark.parametrize("door", ["slot", "custom_generate"])
-def test_several_prompts(lab, never_run, door):
-    drafter = {"assistant_model": lab.drafter()}
-    if door == "custom_generate":
-        drafter = {"custom_generate": transformers_dspark.generate, "drafter": lab.drafter()}
-    with pytest.raises(NotImplementedError, match="one prompt at a time, and was given 3"):
-        never_run().generate(torch.ones(3, 4, dtype=torch.long), max_new_tokens=4, **drafter)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +152,3 @@ def test_encoder_decoder(lab, prompt):
 def test_contrastive_search_is_refused(lab, prompt):
     with pytest.raises((ValueError, NotImplementedError), match=r"[Cc]ontrastive"):
         lab.target().generate(prompt, assistant_model=lab.drafter(), penalty_alpha=0.6, top_k=4, max_new_tokens=4)
-
-
-def test_the_batched_loop_is_announced_not_faked():
-    with pytest.raises(NotImplementedError, match="batched"):
-        DSparkGenerationConfig(dspark_loop="batched")
