@@ -49,7 +49,7 @@ def batched_decoding(
     """
     Generates for a batch of prompts with a DSpark drafter.
 
-    The tokens are those of plain generation (greedy), or follow its law (sampling), with four differences of form:
+    The tokens are those of plain generation (greedy), or follow its law (sampling), with these differences:
 
     - A row that has ended is followed by padding. Plain generation does so only if the call has an end-of-sequence
       token; otherwise it goes on with tokens of that row until all rows have ended.
@@ -57,6 +57,8 @@ def batched_decoding(
     - A user's processor or criterion is asked about one row at a time, as in a call for that row alone, and no more
       once the row has ended. One that keeps state is copied for each row.
     - `max_time` is looked at once a round.
+    - Where processors leave no token, this is an error; plain greedy decoding goes on with token 0.
+    - Padding between the tokens of a row takes no room in a sliding window. In plain generation it does.
 
     Args:
         target (`PreTrainedModel`): The model whose distribution is kept.

@@ -62,7 +62,7 @@ def test_family_in_full(lab, kind, rows):
 
 
 @pytest.mark.parametrize("block", range(1, 9))
-@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("rows", [3])
 def test_every_block_size(lab, both, rows, block):
     plain, ours = both(lab.target("llama"), rows, block)
     assert torch.equal(plain, ours)
@@ -74,7 +74,7 @@ def test_every_head(lab, head):
         assert torch.equal(plain, ours)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("kind", ["gemma2", "gpt2"])
 def test_the_same_as_transformers_own_loop(lab, kind):
     """Batch 1: the tokens, and the accepted lengths, of the assisted loop; a padded prompt as well."""
     target = lab.target(kind)

@@ -12,7 +12,7 @@ from .conftest import ragged, texts_of
 
 
 SCHEDULED = list(itertools.product(("compact", "cap-accept"), ("causal", "lagged")))
-KINDS = ["llama", "gemma2", "gemma3", "gpt-oss", "gpt2"]
+KINDS = ["gemma2", "gpt-oss"]
 
 
 def config(lab, mode, scheduler="lagged", **options):
@@ -183,7 +183,7 @@ def test_cap_accept_sends_the_block(lab):
 
 
 @pytest.mark.parametrize("option", ["max_verify_tokens", "num_assistant_tokens"])
-@pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.parametrize("most", [0, 2])
 def test_caps(lab, option, most):
     target, (ids, mask) = lab.target(), ragged(3)
     plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)

