@@ -21,7 +21,7 @@ from transformers_dspark.cli import device_of, write_json
 from transformers_dspark.environment import environment
 from transformers_dspark.evaluation.prompts import DEMO_PROMPTS
 from transformers_dspark.evaluation.real_pair import fetch_target, find_drafter
-from transformers_dspark.evaluation.runs import CONFIDENCE_THRESHOLD, Pair, run
+from transformers_dspark.evaluation.runs import Pair, run
 from transformers_dspark.telemetry import GenerationStats
 
 
@@ -33,14 +33,6 @@ def main() -> int:
         "--repeats", type=int, default=3, metavar="N", help="of each generation (default: %(default)s)"
     )
     parser.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "--thresholds",
-        type=float,
-        nargs="+",
-        default=[0.0, CONFIDENCE_THRESHOLD],
-        metavar="C",
-        help="confidence thresholds",
-    )
     parser.add_argument("--device", metavar="NAME", help="cuda, cpu (default: cuda if there is one)")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/local.json"), metavar="FILE")
     args = parser.parse_args()
@@ -50,10 +42,10 @@ def main() -> int:
         "speed": speed(args),
     }
     write_json(args.json, result)
-    table = Table("threshold", "alone, tokens/s", "drafted, tokens/s", "speed-up", "accepted length", "same ids")
-    for line in result["speed"]["thresholds"]:
+    table = Table("drafting", "alone, tokens/s", "drafted, tokens/s", "speed-up", "accepted length", "same ids")
+    for line in result["speed"]["drafting"]:
         table.add_row(
-            f"{line['confidence_threshold']:g}",
+            line["name"],
             f"{line['alone_tokens_per_second']:.1f}",
             f"{line['drafted_tokens_per_second']:.1f}",
             f"{line['speed_up']:.2f}x",
@@ -85,15 +77,13 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     prompts = [pair.prompt_ids([{"role": "user", "content": text}]) for text in DEMO_PROMPTS.values()]
     run(pair, prompts[0], 8, drafted=False), run(pair, prompts[0], 8, drafted=True)  # warm-up
     lines = []
-    for threshold in args.thresholds:
+    for name, options in {"whole blocks": {}, "as the demonstration": pair.quick_options}.items():
         clock, tokens, stats, same = {False: 0.0, True: 0.0}, 0, [], True
         for ids in prompts:
             runs: dict[bool, list[Any]] = {False: [], True: []}
             for _ in range(args.repeats):
                 for drafted in (False, True):
-                    runs[drafted].append(
-                        run(pair, ids, args.max_new_tokens, drafted=drafted, assistant_confidence_threshold=threshold)
-                    )
+                    runs[drafted].append(run(pair, ids, args.max_new_tokens, drafted=drafted, **options))
             for drafted, repeats in runs.items():
                 clock[drafted] += statistics.median(r.seconds for r in repeats)
             same &= all(r.ids.equal(runs[False][0].ids) for repeats in runs.values() for r in repeats)
@@ -102,7 +92,8 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
         total = GenerationStats.merge(stats)
         lines.append(
             {
-                "confidence_threshold": threshold,
+                "name": name,
+                "options": options,
                 "alone_tokens_per_second": tokens / clock[False],
                 "drafted_tokens_per_second": tokens / clock[True],
                 "speed_up": clock[False] / clock[True],
@@ -118,7 +109,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "max_new_tokens": args.max_new_tokens,
         "repeats": args.repeats,
-        "thresholds": lines,
+        "drafting": lines,
     }
 
 

@@ -27,7 +27,7 @@ def card() -> str:
         eval_device=accepted["environment"]["device"],
         eval_dtype=accepted["dtype"],
         eval_tokens=accepted["max_new_tokens"],
-        speed_table=_speed_table(speed["speed"]["thresholds"]),
+        speed_table=_speed_table(speed["speed"]["drafting"]),
         speed_tokens=speed["speed"]["max_new_tokens"],
         speed_repeats=speed["speed"]["repeats"],
         speed_device=speed["environment"]["device"],
@@ -52,11 +52,11 @@ def card() -> str:
 
 def _speed_table(lines: list[dict[str, Any]]) -> str:
     rows = [
-        "| confidence threshold | alone, tokens/s | drafted, tokens/s | speed-up | accepted length |",
+        "| drafting | alone, tokens/s | drafted, tokens/s | speed-up | accepted length |",
         "|---|---|---|---|---|",
     ]
     for line in lines:
-        cells = [f"{line['confidence_threshold']:g}"]
+        cells = [line["name"]]
         cells += [f"{line[f'{side}_tokens_per_second']:.1f}" for side in ("alone", "drafted")]
         cells += [f"{line[name]:.2f}" for name in ("speed_up", "accepted_length")]
         rows.append("| " + " | ".join(cells) + " |")

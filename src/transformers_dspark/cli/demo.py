@@ -52,11 +52,12 @@ def run(args: argparse.Namespace) -> int:
     drafter = find_drafter(args.drafter)
     pair = Pair.load(args.target or str(fetch_target()), drafter, device)
     prompts = {str(i): text for i, text in enumerate(args.prompt, start=1)} if args.prompt else DEMO_PROMPTS
-    threshold = pair.default_threshold if args.confidence_threshold is None else args.confidence_threshold
+    threshold = args.confidence_threshold
+    drafting = pair.quick_options if threshold is None else {"assistant_confidence_threshold": threshold}
 
     def both(text: str, tokens: int) -> tuple[Run, Run]:
         ids = pair.prompt_ids([{"role": "user", "content": text}])
-        options = {"temperature": args.temperature, "assistant_confidence_threshold": threshold}
+        options = {"temperature": args.temperature, **drafting}
         alone = generate(pair, ids, tokens, drafted=False, **options)
         return alone, generate(pair, ids, tokens, drafted=True, **options)
 
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             "environment": environment(device, args.words),
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "temperature": args.temperature,
-            "confidence_threshold": threshold,
+            "options": drafting,
             "same_ids": equal,
             "prompts": {
                 name: {
