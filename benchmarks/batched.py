@@ -156,27 +156,38 @@ def measure(pair: Pair, table: StepCostTable, file: Path, rows: int, args: argpa
 
 
 class ForwardClock:
-    """Seconds inside forwards of the target and inside the drafter's block, context and head."""
+    """Seconds inside the models: the target's forwards, the drafter's context, block and chain without the choices."""
 
     def __init__(self, pair: Pair) -> None:
         self.seconds, self._pair = 0.0, pair
-        self._names = ("block_states", "context_keys_values", "unembed")
 
     def __enter__(self) -> ForwardClock:
         begun: list[float] = []
-        target = self._pair.target
+        target, drafter = self._pair.target, self._pair.drafter
         self._hooks = [
             target.register_forward_pre_hook(lambda *_: begun.append(self._now())),
             target.register_forward_hook(lambda *_: self._add(begun.pop())),
         ]
-        for name in self._names:
-            setattr(self._pair.drafter, name, self._timed(getattr(self._pair.drafter, name)))
+        for name in ("block_states", "context_keys_values"):
+            setattr(drafter, name, self._timed(getattr(drafter, name)))
+        chain = self._timed(drafter.chain)
+
+        def without_choices(*args: Any, select: Any, **kwargs: Any) -> Any:
+            def choose(*given: Any) -> Any:
+                begun = self._now()
+                chosen = select(*given)
+                self.seconds -= self._now() - begun
+                return chosen
+
+            return chain(*args, select=choose, **kwargs)
+
+        drafter.chain = without_choices
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        for name in self._names:
+        for name in ("block_states", "context_keys_values", "chain"):
             delattr(self._pair.drafter, name)
 
     def _timed(self, function: Any) -> Any:
