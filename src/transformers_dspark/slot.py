@@ -125,7 +125,11 @@ def assisted_decoding(
     """
     options = DraftingOptions.resolve(generation_config, assistant_model)
     if options.loop == "batched" or (options.loop == "auto" and (len(input_ids) != 1 or options.step_cost_table)):
-        kwargs.pop("synced_gpus", None)
+        if kwargs.pop("synced_gpus", False):
+            raise NotImplementedError(
+                "The batched loop does not keep several processes in step (synced_gpus): generate for one prompt at a "
+                "time with dspark_loop='transformers', or without the drafter."
+            )
         return batched_decoding(
             target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, **kwargs
         )

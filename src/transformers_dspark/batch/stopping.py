@@ -17,18 +17,18 @@ class RowStopping:
 
     Args:
         criteria (`StoppingCriteriaList`): Those of the call.
-        eos_ids (`set[int]`): Tokens that end a text, if the call's criteria heed them.
         max_length (`int`): Tokens of a text, padding on the left included.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, eos_ids: set[int], max_length: int) -> None:
-        heeds_eos = any(isinstance(criterion, EosTokenCriteria) for criterion in criteria)
-        self._eos_ids = eos_ids if heeds_eos else set()
+    def __init__(self, criteria: StoppingCriteriaList, max_length: int) -> None:
+        # their own ids: a user's criterion of this kind takes the place of the call's
+        ids = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
+        self._eos_ids = set().union(*ids)
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         self.max_length = min([max_length, *lengths])
         self._time = [c for c in criteria if isinstance(c, MaxTimeCriteria)]
-        answered = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
-        self._others = [c for c in criteria if not isinstance(c, answered)]
+        answered = (MaxLengthCriteria, EosTokenCriteria)
+        self._others = [c for c in criteria if type(c) not in answered and not isinstance(c, MaxTimeCriteria)]
         self._done: set[int] = set()
 
     @property
