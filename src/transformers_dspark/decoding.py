@@ -160,7 +160,7 @@ class _Batch:
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, keep_all=self.records.hidden_states)
         self._eos_ids = eos_ids(config)
         self._processors = RowProcessors(logits_processor, rows, self._eos_ids)
-        self._stopping = RowStopping(stopping_criteria, self._eos_ids, self.max_length)
+        self._stopping = RowStopping(stopping_criteria, self.max_length)
         self._noise = RowNoise(_row_seeds(self.options, rows)) if config.do_sample else None
         self._vocabulary = 0  # of the target's logits; known after the first forward
         self._gamma = drafter.config.num_draft_tokens
@@ -260,8 +260,7 @@ class _Batch:
         threshold = self.options.confidence_threshold
         confident = torch.ones(len(rows), dtype=torch.bool)
         over = [torch.zeros(len(rows), dtype=torch.bool, device=self.device)]  # drafts that have ended
-
-        eos = torch.tensor(sorted(self._eos_ids), device=self.device)
+        eos = torch.tensor(sorted(self._eos_ids), dtype=torch.long, device=self.device)
 
         def going(k: int) -> list[int]:
             ended = over[k].tolist()
@@ -323,7 +322,7 @@ class _Batch:
         if proposal.confidence is not None:
             confidence = torch.full((self.live, width), float("nan"))
             confidence[chosen] = proposal.confidence.float().cpu()
-        return _Drafts(tokens, probs, usable, confidence, [place in set(chosen) for place in range(self.live)])
+        return _Drafts(tokens, probs, usable, confidence, [cap > 0 for cap in caps])
 
     # ---- parts of a round -------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class RaggedContext(DSparkContext):
         some.has_gaps = len({self.lengths[row] for row in rows}) > 1
         some._positions = self._places[index, : some.length]
         some._buffers = [
-            None if pair is None else (pair[0][index][:, :, : some.length], pair[1][index][:, :, : some.length])
+            None if pair is None else (pair[0][index, :, : some.length], pair[1][index, :, : some.length])
             for pair in self._buffers
         ]
         return some
