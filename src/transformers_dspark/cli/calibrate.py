@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from ..calibration import ConfidenceCalibration
+    from ..checkpoints import read_config
     from ..configuration_dspark import DSparkConfig
     from ..environment import environment
     from ..evaluation.confidences import answer_in_batches, calibration_figures, labelled_confidences
@@ -59,6 +60,11 @@ def run(args: argparse.Namespace) -> int:
     drafter = find_drafter(args.drafter)
     if args.store and not Path(drafter, "config.json").is_file():
         raise UsageError(f"--store writes into a folder, and {drafter} is none: give --out instead.")
+    if args.store and read_config(drafter).get("model_type") != DSparkConfig.model_type:
+        raise UsageError(
+            f"--store writes into a canonical folder, and {drafter} is another project's: run `dspark export` with "
+            "--to canonical first, or give --out instead."
+        )
     logging.disable_progress_bar()
     pair = Pair.load(args.target or str(fetch_target()), drafter, device)
     if not pair.drafter.config.enable_confidence_head:
