@@ -42,7 +42,7 @@ class DSparkGenerationConfig(GenerationConfig):
         scheduler (`str`): `"lagged"` takes the budget from confidences two rounds old, `"causal"` stops at the first
             token that does not pay.
         max_verify_tokens (`int`, *optional*): Most drafted tokens sent to the target per row and round. Defaults to
-            the drafter's block size.
+            the drafter's `num_draft_tokens`.
         seed (`int` or `list[int]`, *optional*): Seeds drafts, acceptance and bonus of each call; row r of a batch
             takes `seed + r`, or its own of a list. Defaults to PyTorch's global generator.
         assistant_confidence_threshold (`float`): In 0..1: a block ends before its first token whose confidence is
@@ -134,7 +134,7 @@ class DraftingOptions:
             _check_range(name, value, 0, None)
             if value is not None and value > gamma:
                 logger.warning_once(
-                    f"{name}={value} is more than the drafter's block of {gamma} tokens; {gamma} are drafted."
+                    f"{name}={value} is more than the {gamma} tokens of the drafter's block; {gamma} are drafted."
                 )
         threshold = _given("assistant_confidence_threshold", generation_config, beside) or 0.0
         _check_range("assistant_confidence_threshold", threshold, 0.0, 1.0)

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         args.json,
         {
             "environment": environment(device, args.words),
-            "block_size": pair.drafter.config.block_size,
+            "drafted_tokens": pair.drafter.config.num_draft_tokens,
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "max_new_tokens": args.max_new_tokens,
             "results": records,

@@ -16,7 +16,7 @@ class DrafterShape:
 
     Args:
         num_layers (`int`): Backbone layers.
-        block_size (`int`): gamma.
+        block_size (`int`): Rows of a block; in layout A, which is trained, each drafts a token.
         target_layer_ids (`tuple[int, ...]`, *optional*): Taps; by default five, spread from the second layer to the
             last but one.
         markov_rank (`int`): Rank of the sequential head; 0 for none.
