@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, Gemma3Config, GenerationMixin, PreTrainedModel
 from transformers.generation import utils
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -99,10 +99,11 @@ def test_recurrent_state():
     )
 
 
-def test_attention_implementation():
-    config = LlamaConfig()
-    config._attn_implementation = "eager"
-    assert _compat.attention_implementation(config) == "eager"
+def test_attention_implementations():
+    config = Gemma3Config(text_config={"num_hidden_layers": 1}, vision_config={"num_hidden_layers": 1})
+    config._attn_implementation = {"": "eager", "text_config": "sdpa"}
+    found = _compat.attention_implementations(config)
+    assert (found[""], found["text_config"]) == ("eager", "sdpa")
 
 
 @pytest.mark.parametrize("mapping", [CONFIG_MAPPING, MODEL_MAPPING])

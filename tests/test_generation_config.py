@@ -9,7 +9,7 @@ from transformers_dspark import DSparkConfig, DSparkDrafter, DSparkGenerationCon
 from transformers_dspark.generation_config import DraftingOptions, options_beside
 
 
-DRAFTER = SimpleNamespace(config=SimpleNamespace(block_size=5, enable_confidence_head=True))
+DRAFTER = SimpleNamespace(config=SimpleNamespace(num_draft_tokens=5, enable_confidence_head=True))
 
 
 def completed(config):
@@ -56,7 +56,8 @@ def test_save_and_load(tmp_path):
     ("options", "error"),
     [
         ({"dspark_loop": "batch"}, ValueError),
-        ({"dspark_loop": "batched"}, NotImplementedError),
+        ({"verify_mode": "eager"}, ValueError),
+        ({"scheduler": "greedy"}, ValueError),
         ({"max_verify_tokens": -1}, ValueError),
         ({"assistant_confidence_threshold": 2}, ValueError),
     ],

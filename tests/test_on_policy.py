@@ -393,21 +393,17 @@ def test_a_template_without_the_users_words_is_refused(tokenizer):
         before_user(hidden)
 
 
-def test_the_command_for_prompts_from_the_target(tmp_path, tokenizer, capsys):
+def test_a_target_that_writes_no_prompts_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr("transformers_dspark.training.self_prompts.MOST_MISSES", 20)
+    with pytest.raises(ValueError, match="20 draws in a row"):
+        list(self_prompts(tiny("llama"), tokenizer, slots=8, most_tokens=16))
+
+
+def test_the_command_for_prompts_from_the_target(tmp_path, tokenizer, capsys, monkeypatch):
     tiny("llama").save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    words = [
-        "data",
-        "prompts",
-        "--from-target",
-        f"{tmp_path}/target",
-        "--slots",
-        "8",
-        "--count",
-        "6",
-        "--device",
-        "cpu",
-    ]
-    assert main([*words, "--out", f"{tmp_path}/p.jsonl.gz"]) == 0
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda path, dtype: chatty())
+    words = ["data", "prompts", "--from-target", f"{tmp_path}/target", "--slots", "8", "--count", "6"]
+    assert main([*words, "--device", "cpu", "--out", f"{tmp_path}/p.jsonl.gz"]) == 0
     assert len(read_prompts(tmp_path / "p.jsonl.gz")) == 6
     assert "6  self" in capsys.readouterr().out

@@ -94,9 +94,14 @@ def learns_prompt(target: PreTrainedModel) -> bool:
     return bool(getattr(getattr(lender, "active_peft_config", None), "is_prompt_learning", False))
 
 
-def attention_implementation(config: PreTrainedConfig) -> str:
-    """Name of a model's attention, for `attention` to put back; its setter is public, its getter is not."""
-    return config._attn_implementation
+def attention_implementations(config: PreTrainedConfig) -> dict[str, str]:
+    """
+    Names of a model's attention and of those of its parts, for `attention` to put back; the setter is public, the
+    getter is not.
+    """
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    names = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **names}
 
 
 def forget(mapping: Any, key: Any) -> None:
@@ -111,7 +116,7 @@ __all__ = [
     "MASK_LENGTH",
     "SPLIT_OUTPUTS",
     "VALIDATE_MODE",
-    "attention_implementation",
+    "attention_implementations",
     "forget",
     "generation_defaults",
     "keeps_recurrent_state",

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ._compat import attention_implementation
+from ._compat import attention_implementations
 from .windows import WINDOW_KEYWORD, RaggedWindow, VerifyWindow
 
 
@@ -42,7 +42,8 @@ def ragged_attention(
             packed forward.
         key (`torch.Tensor` of shape `(n, key_value_heads, entries, head_dim)`): What the cache returned.
         value (`torch.Tensor` of shape `(n, key_value_heads, entries, head_dim)`): What the cache returned.
-        attention_mask (`None`): Rows carry their lengths in the window, so no mask may be given.
+        attention_mask (`torch.LongTensor` of shape `()`, *optional*): What [`ragged_mask`] made: the layer's sliding
+            window, if it has one. Rows carry their lengths in `ragged_window`, so no other mask may be given.
         scaling (`float`, *optional*, defaults to `head_dim ** -0.5`): Factor on the logits.
 
     Returns:
@@ -50,7 +51,8 @@ def ragged_attention(
 
     Raises:
         RuntimeError: No `ragged_window` was passed.
-        NotImplementedError: A bias on positions; sliding windows, sinks or soft caps outside packed forwards.
+        NotImplementedError: A mask of the model's own, or a bias on positions; sliding windows, sinks or soft caps
+            outside packed forwards.
 
     Source: grouped queries share one read of their key/value head, as in Transformers' `pack_gqa`.
     """
@@ -59,15 +61,21 @@ def ragged_attention(
         raise RuntimeError(
             f"Attention `{ATTENTION_NAME}` needs the forward keyword `{WINDOW_KEYWORD}`; none was passed."
         )
+    if attention_mask is not None and attention_mask.dim():
+        raise NotImplementedError(
+            f"{type(module).__name__} brings a mask of its own, which attention over a ragged cache cannot heed."
+        )
+    options: dict[str, Any] = {name: kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux")}
+    if attention_mask is not None:  # some layers know of their window by the mask alone
+        options["sliding_window"] = int(attention_mask)
     packed = isinstance(window, VerifyWindow)
-    for option in ("position_bias",) if packed else ("sliding_window", "softcap", "s_aux", "position_bias"):
-        if kwargs.get(option) is not None:
+    for option, asked in {"position_bias": kwargs.get("position_bias"), **({} if packed else options)}.items():
+        if asked is not None:
             raise NotImplementedError(
                 f"Attention `{ATTENTION_NAME}` does not support `{option}`; this layer asks for it."
             )
 
     if isinstance(window, VerifyWindow):
-        options = {name: kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux")}
         return packed_attention(query, key, value, window.to(query.device), scaling, **options), None
     if window.rows is not None:
         grouped = query.shape[1] != key.shape[1]
@@ -136,9 +144,15 @@ def packed_attention(
     return window.packed(mixed.transpose(1, 2))[None]
 
 
-def ragged_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+def ragged_mask(
+    *args: Any, attention_mask: torch.Tensor | None = None, local_size: int | None = None, **kwargs: Any
+) -> torch.Tensor | None:
     """
-    Mask function for `ATTENTION_NAME`: there is none to make, since the window carries it.
+    Mask function for `ATTENTION_NAME`: the window carries the mask, so all that is left to hand on is the sliding
+    window of a kind of layers.
+
+    Returns:
+        `torch.LongTensor` of shape `()`, or `None` for full attention.
 
     Raises:
         ValueError: A padding mask was given; ragged rows have no padding.
@@ -147,11 +161,12 @@ def ragged_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs
         raise ValueError(
             f"Attention `{ATTENTION_NAME}` takes no `attention_mask`: row lengths are in `{WINDOW_KEYWORD}`."
         )
+    return None if local_size is None else torch.tensor(local_size)
 
 
 # users of a model at the same time, nested or on several threads, and the attention that the last one puts back
 _lock = threading.Lock()
-_users: WeakKeyDictionary[PreTrainedModel, tuple[int, str]] = WeakKeyDictionary()
+_users: WeakKeyDictionary[PreTrainedModel, tuple[int, dict[str, str]]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -163,12 +178,13 @@ def use_ragged_attention(target: PreTrainedModel) -> Iterator[PreTrainedModel]:
         NotImplementedError: The model does not dispatch its attention through `AttentionInterface`.
     """
     with _lock:
-        count, before = _users.get(target, (0, attention_implementation(target.config)))
+        count, before = _users.get(target, (0, attention_implementations(target.config)))
         if not count:
             AttentionInterface.register(ATTENTION_NAME, ragged_attention)
             AttentionMaskInterface.register(ATTENTION_NAME, ragged_mask)
             target.set_attn_implementation(ATTENTION_NAME)
-            if attention_implementation(target.config) != ATTENTION_NAME:
+            if attention_implementations(target.config)[""] != ATTENTION_NAME:
+                target.set_attn_implementation(before)  # parts of it may have changed
                 raise NotImplementedError(
                     f"{type(target).__name__} does not let its attention implementation be replaced, which a ragged "
                     "cache needs: generate for one prompt at a time with dspark_loop='transformers', or without the "

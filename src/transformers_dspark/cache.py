@@ -8,13 +8,15 @@ rows, sampling or prompts.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext, swap_rows
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
@@ -154,19 +156,25 @@ class RaggedCache(Cache):
     cannot use it.
 
     Args:
-        config ([`PreTrainedConfig`]): Configuration of the target.
-        context ([`RaggedContext`]): The drafter's context; its rows and capacity are the cache's.
+        target (`PreTrainedModel`), drafter (`DSparkDrafter`): The pair.
+        rows (`int`): Number of rows.
+        capacity (`int`): Entries of a row.
 
     Raises:
         NotImplementedError: The target has layers other than full attention and sliding windows.
     """
 
-    def __init__(self, config: PreTrainedConfig, context: RaggedContext) -> None:
-        check_layers(config)
-        count = config.get_text_config(decoder=True).num_hidden_layers
-        super().__init__(layers=[RaggedLayer(context.rows, context.capacity) for _ in range(count)])
-        self.context = context
+    def __init__(self, target: PreTrainedModel, drafter: DSparkDrafter, rows: int, capacity: int) -> None:
+        check_layers(target.config)
+        count = target.config.get_text_config(decoder=True).num_hidden_layers
+        super().__init__(layers=[RaggedLayer(rows, capacity) for _ in range(count)])
+        self.context = RaggedContext(drafter, rows, capacity)
+        self._pair = weakref.ref(target), weakref.ref(drafter)
         self.ids: list[torch.Tensor] = []  # tokens of each row, while no call is at work on them
+
+    def is_of(self, target: PreTrainedModel, drafter: DSparkDrafter) -> bool:
+        """Whether this pair made it."""
+        return self._pair[0]() is target and self._pair[1]() is drafter
 
     @property
     def lengths(self) -> list[int]:
@@ -183,6 +191,9 @@ class RaggedCache(Cache):
 
     def rearrange(self, order: Sequence[int], capacity: int) -> None:
         """Puts row `order[i]` in place i, and changes the capacity of all."""
+        self.context.live = len(order)
+        if list(order) == list(range(self.context.rows)) and capacity == self.context.capacity:
+            return
         index = torch.tensor(order)
         for layer in self.layers:
             layer.rearrange(index, capacity)

@@ -143,7 +143,8 @@ class _Batch:
         self.device = input_ids.device
         self.options = DraftingOptions.resolve(config, drafter)
         rows, prompt = input_ids.shape
-        self.start, self.max_length = prompt, int(config.max_length)
+        self._stopping = RowStopping(stopping_criteria, int(config.max_length))
+        self.start, self.max_length = prompt, self._stopping.max_length
         self.text = input_ids.new_zeros(rows, self.max_length)  # committed tokens, and drafts behind them
         self.text[:, :prompt] = input_ids
         self.ends = [prompt] * rows  # tokens of each text
@@ -160,7 +161,6 @@ class _Batch:
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, keep_all=self.records.hidden_states)
         self._eos_ids = eos_ids(config)
         self._processors = RowProcessors(logits_processor, rows, self._eos_ids)
-        self._stopping = RowStopping(stopping_criteria, self.max_length)
         self._noise = RowNoise(_row_seeds(self.options, rows)) if config.do_sample else None
         self._vocabulary = 0  # of the target's logits; known after the first forward
         self._gamma = drafter.config.num_draft_tokens
@@ -169,7 +169,7 @@ class _Batch:
         self._positions_end = learned_positions(target)
         self._keeps_logits = "logits_to_keep" in inspect.signature(target.forward).parameters
         # last of all: from here on the cache of an earlier call is ours
-        self.inputs = BatchInputs.read(target, drafter, input_ids, config, model_kwargs)
+        self.inputs = BatchInputs.read(target, drafter, input_ids, config, self.max_length, model_kwargs)
         self.cache: RaggedCache = self.inputs.cache
 
     def attention(self) -> AbstractContextManager[Any]:

@@ -80,6 +80,8 @@ class GenerationStats:
             total.accepted_lengths += stats.accepted_lengths
             total.verify_lengths += stats.verify_lengths
             total.confidences += stats.confidences
+            if stats.schedule is not None:
+                total.schedule = {n: v + (total.schedule or {}).get(n, 0) for n, v in stats.schedule.items()}
             for name in ("tested_by_position", "passed_by_position"):
                 pairs = zip_longest(getattr(total, name), getattr(stats, name), fillvalue=0)
                 setattr(total, name, [ours + theirs for ours, theirs in pairs])

@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache
 from .._compat import MASK_LENGTH
 from ..cache import RaggedCache
 from ..modeling_dspark import DSparkDrafter
-from ..ragged_context import RaggedContext
 
 
 # arguments of a forward that the loop makes anew in each round, or that say nothing about the text
@@ -48,9 +47,13 @@ class BatchInputs:
         drafter: DSparkDrafter,
         input_ids: torch.Tensor,
         config: GenerationConfig,
+        capacity: int,
         model_kwargs: dict[str, Any],
     ) -> BatchInputs:
         """
+        Args:
+            capacity (`int`): Most tokens of a text.
+
         Raises:
             NotImplementedError: inputs other than text, or a cache that the loop cannot go on from.
             ValueError: no row, an empty row, padding on the right, or a mask that does not fit.
@@ -89,7 +92,6 @@ class BatchInputs:
         positions = [position_ids[row, index] for row, index in enumerate(columns)]
         ids = [input_ids[row, index] for row, index in enumerate(columns)]
         shifts = [int(p[-1]) - (len(p) - 1) for p in positions]
-        capacity = int(config.max_length or 0)
         cache = _cache(target, drafter, ids, positions, capacity, model_kwargs.get("cache"))
         return cls(ids, positions, columns, shifts, cache, _pad_id(config), cache is model_kwargs.get("cache"))
 
@@ -108,9 +110,9 @@ def _cache(
     given: Cache | None,
 ) -> RaggedCache:
     """A cache for these texts; that of an earlier call, cut to what the texts share with it, if there is one."""
-    if not isinstance(given, RaggedCache):
-        # any other cache knows nothing of the drafter's context, so the whole text is read once more
-        return RaggedCache(target.config, RaggedContext(drafter, len(ids), capacity))
+    if not isinstance(given, RaggedCache) or not given.is_of(target, drafter):
+        # any other cache knows nothing of this drafter's context, so the whole text is read once more
+        return RaggedCache(target, drafter, len(ids), capacity)
     if not given.ids:
         raise ValueError("The cache belongs to a call that did not come to its end: leave it out.")
     if len(given.ids) != len(ids):

@@ -39,7 +39,7 @@ class RoundSchedule:
         self._gate = None
         if self.table is not None:
             self.table.check_target(target)
-            self._gate = DraftGate(rows, self._gamma)
+            self._gate = DraftGate(rows, max(1, options.width))
         # confidences of the rounds before, the oldest first; NaN where a row has none
         self._history = [torch.full((rows, self._gamma), float("nan")) for _ in range(LAG)]
         self._rows = rows

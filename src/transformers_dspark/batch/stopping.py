@@ -17,7 +17,7 @@ class RowStopping:
 
     Args:
         criteria (`StoppingCriteriaList`): Those of the call.
-        max_length (`int`): Tokens of a text, padding on the left included.
+        max_length (`int`): Tokens of a text, padding on the left included, if no criterion says otherwise.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, max_length: int) -> None:
@@ -25,7 +25,7 @@ class RowStopping:
         ids = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
         self._eos_ids = set().union(*ids)
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
-        self.max_length = min([max_length, *lengths])
+        self.max_length = min(lengths, default=max_length)  # a user's criterion takes the place of the call's
         self._time = [c for c in criteria if isinstance(c, MaxTimeCriteria)]
         answered = (MaxLengthCriteria, EosTokenCriteria)
         self._others = [c for c in criteria if type(c) not in answered and not isinstance(c, MaxTimeCriteria)]

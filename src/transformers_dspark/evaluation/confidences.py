@@ -44,6 +44,7 @@ def answer_in_batches(
             return_dict_in_generate=True,
             dspark_loop="batched",
             verify_mode="static",
+            max_verify_tokens=pair.drafter.config.num_draft_tokens,
             seed=seed + start,
             **sampling,
         )
