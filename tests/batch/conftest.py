@@ -17,6 +17,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -42,6 +44,18 @@ OWN_VALUES = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input"
 SHARED_VALUES = {"attention_k_eq_v": True, "global_head_dim": 8, "num_global_key_value_heads": 2}
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**COMMON, sliding_window=6)),
+    # its layers learn of their window by the mask alone
+    "qwen2-moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **COMMON,
+            **EXPERTS,
+            num_experts=4,
+            shared_expert_intermediate_size=16,
+            use_sliding_window=True,
+            sliding_window=5,
+            max_window_layers=1,
+        )
+    ),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **EXPERTS, num_experts=4)),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**COMMON, **MIXED, query_pre_attn_scalar=8)),
     # inputs of each layer's own, and a last layer that reads the keys and values of an earlier one
