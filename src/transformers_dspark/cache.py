@@ -169,12 +169,12 @@ class RaggedCache(Cache):
         count = target.config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[RaggedLayer(rows, capacity) for _ in range(count)])
         self.context = RaggedContext(drafter, rows, capacity)
-        self._pair = weakref.ref(target), weakref.ref(drafter)
+        self._target, self._drafter_config = weakref.ref(target), drafter.config
         self.ids: list[torch.Tensor] = []  # tokens of each row, while no call is at work on them
 
     def is_of(self, target: PreTrainedModel, drafter: DSparkDrafter) -> bool:
-        """Whether this pair made it."""
-        return self._pair[0]() is target and self._pair[1]() is drafter
+        """Whether it holds states of this target, and of a drafter configured like this one."""
+        return self._target() is target and self._drafter_config == drafter.config
 
     @property
     def lengths(self) -> list[int]:
