@@ -152,3 +152,13 @@ def test_another_number_of_rows(lab):
     cache = target.generate(ids, attention_mask=mask, assistant_model=lab.drafter(), **OUT).cache
     with pytest.raises(ValueError, match="holds 3 texts, and this call has 2"):
         target.generate(ids[:2], attention_mask=mask[:2], cache=cache, assistant_model=lab.drafter(), **GREEDY)
+
+
+def test_a_cache_of_another_target_is_not_used(lab):
+    target, other = lab.target("llama"), lab.target("llama", intermediate_size=56)
+    ids, mask = ragged(2)
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    first = target.generate(ids, assistant_model=lab.drafter(), return_dict_in_generate=True, **options)
+    ours = other.generate(ids, assistant_model=lab.drafter(), cache=first.cache, **options)
+    assert torch.equal(ours, other.generate(ids, **options))
+    assert not torch.equal(ours, first.sequences)
