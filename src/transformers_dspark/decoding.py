@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from array import array
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +151,7 @@ class _Batch:
         self.ends = [prompt] * rows  # tokens of each text
         self.places = list(range(rows))  # row in each place of the caches
         self.live = rows
-        self.stats = GenerationStats(confidences=[[] for _ in range(rows)])
+        self.stats = GenerationStats(confidences=[array("f") for _ in range(rows)])
         wants = bool(config.return_dict_in_generate)
         self.records = TokenRecords(
             rows,
@@ -240,7 +241,7 @@ class _Batch:
         if self.config.return_dict_in_generate:
             known = [[]] * self.live if drafts.confidence is None else drafts.confidence.tolist()
             for row, count, values in zip(rows, sent, known, strict=True):
-                self.stats.confidences[row].append(values[:count])
+                self.stats.confidences[row].extend(values[:count])
         return self._retire(kept)
 
     def _draft(self, caps: list[int]) -> _Drafts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -29,8 +30,8 @@ class GenerationStats:
             wall time between points where the host waits for the device anyway.
         schedule (`dict[str, int]`, *optional*): With a table of step costs, how often rows and rounds went without
             drafts because these would not have paid.
-        confidences (`list[list[list[float]]]`): From the batched loop, for each row and round the confidences of its
-            verified tokens; empty for a drafter without a confidence head.
+        confidences (`list[array]`): From the batched loop, for each row the confidences of its verified tokens, round
+            after round as `verify_lengths` cuts them; empty for a drafter without a confidence head.
         tested_by_position, passed_by_position (`list[int]`): Over all rows, drafted tokens at each block position
             whose prefix was accepted, and those of them that were accepted too.
     """
@@ -41,7 +42,7 @@ class GenerationStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     schedule: dict[str, int] | None = None
-    confidences: list[list[list[float]]] = field(default_factory=list, repr=False)
+    confidences: list[array[float]] = field(default_factory=list, repr=False)
     tested_by_position: list[int] = field(default_factory=list, repr=False)
     passed_by_position: list[int] = field(default_factory=list, repr=False)
 

@@ -1,6 +1,7 @@
 """`dspark calibrate` on a tiny pair: blocks are labelled as decoding judged them, and temperatures are stored."""
 
 import json
+from array import array
 
 import pytest
 import torch
@@ -61,12 +62,13 @@ def test_temperatures_are_found_and_stored(pair, capsys):
 
 def test_labels():
     stats = GenerationStats(
-        confidences=[[[0.5, 0.25], [0.9, 0.8], [0.7, 0.7]], [[0.6], [0.1, 0.2], [0.3, 0.3]]],
+        confidences=[array("f", [0.5, 0.25, 0.9, 0.8, 0.7, 0.7]), array("f", [0.6, 0.1, 0.2, 0.3, 0.3])],
+        verify_lengths=[[2, 2, 2], [1, 2, 2]],
         accepted_lengths=[[1, 3, 2], [1, 2, 1]],
     )
     logits, passed = labelled_confidences(stats, (1.0, 2.0))
     confidences = torch.tensor([[0.5, 0.25], [0.9, 0.8], [0.1, 0.2]], dtype=torch.float64)
-    torch.testing.assert_close(torch.sigmoid(logits / torch.tensor([1.0, 2.0])), confidences)
+    torch.testing.assert_close(torch.sigmoid(logits / torch.tensor([1.0, 2.0])), confidences, rtol=1e-6, atol=0)
     assert passed.tolist() == [[0, 0], [1, 1], [1, 0]]  # neither last rounds nor blocks that were cut
     first = calibration_figures(logits, passed, (1.0, 2.0), (1.0, 2.0))[0]
     assert first["survived"] == pytest.approx(2 / 3)

@@ -69,11 +69,13 @@ def labelled_confidences(stats: GenerationStats, temperatures: Sequence[float]) 
     """
     gamma = len(temperatures)
     confidences, passed = [], []
-    for rounds, committed in zip(stats.confidences, stats.accepted_lengths, strict=True):
-        for values, count in zip(rounds[:-1], committed[:-1], strict=True):
-            if len(values) == gamma:
-                confidences.append(values)
+    for values, sent, committed in zip(stats.confidences, stats.verify_lengths, stats.accepted_lengths, strict=True):
+        start = 0
+        for width, count in zip(sent[:-1], committed[:-1], strict=True):
+            if width == gamma:
+                confidences.append(values[start : start + width].tolist())
                 passed.append([int(k < count - 1) for k in range(gamma)])
+            start += width
     logits = torch.logit(torch.tensor(confidences, dtype=torch.float64).view(-1, gamma), eps=1e-9)
     return logits * torch.tensor(temperatures, dtype=torch.float64), torch.tensor(passed).view(-1, gamma)
 
