@@ -195,7 +195,7 @@ def test_push_to_hub(repository, tmp_path, monkeypatch):
     assert {"README.md", "config.json", "generation_config.json", "model.safetensors"} < set(files)
     assert {"custom_generate/generate.py", "custom_generate/requirements.txt", "modeling_dspark.py"} < set(files)
     card = ModelCard.load(folder / "README.md")
-    assert card.data.library_name == "transformers"
+    assert card.data.to_dict()["library_name"] == "transformers"
     assert {"speculative-decoding", "dspark"} <= set(card.data.tags)
     again = DSparkDrafter.from_pretrained(folder)
     assert again.generation_config.seed == 3
@@ -222,7 +222,8 @@ def test_a_card_that_is_there_is_kept(repository, tmp_path, monkeypatch):
 def test_cards(repository):
     config = DSparkDrafter.from_pretrained(repository[2]).config
     card = ModelCard(model_card(config, "org/drafter", "org/target", RESULTS))
-    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    assert card.data.to_dict()["library_name"] == "transformers"
+    assert card.data.pipeline_tag == "text-generation"
     assert card.data.base_model == "org/target"
     assert card.data.tags == ["speculative-decoding", "dspark"]
     (result,) = card.data.eval_results

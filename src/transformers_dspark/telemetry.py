@@ -104,7 +104,7 @@ class GenerationStats:
         return [passed / tested if tested else None for passed, tested in pairs]
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures as plain numbers and lists, ready for JSON."""
+        """The figures as plain numbers and lists, ready for JSON; without the confidences of single tokens."""
         return {
             "rounds": self.rounds,
             "mean_accepted_length": self.mean_accepted_length,
