@@ -58,6 +58,8 @@ def test_save_and_load(tmp_path):
         ({"dspark_loop": "batch"}, ValueError),
         ({"verify_mode": "eager"}, ValueError),
         ({"scheduler": "greedy"}, ValueError),
+        ({"seed": ["a", "b"]}, ValueError),
+        ({"seed": 1.5}, ValueError),
         ({"max_verify_tokens": -1}, ValueError),
         ({"assistant_confidence_threshold": 2}, ValueError),
     ],

@@ -162,7 +162,8 @@ class _Batch:
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, keep_all=self.records.hidden_states)
         self._eos_ids = eos_ids(config)
         self._processors = RowProcessors(logits_processor, rows, self._eos_ids)
-        self._noise = RowNoise(_row_seeds(self.options, rows)) if config.do_sample else None
+        seeds = _row_seeds(self.options, rows) if config.do_sample or self.options.seed is not None else []
+        self._noise = RowNoise(seeds) if config.do_sample else None
         self._vocabulary = 0  # of the target's logits; known after the first forward
         self._gamma = drafter.config.num_draft_tokens
         self._drawn: torch.Tensor | None = None  # uniforms of the round: drafts, their tests, the bonus

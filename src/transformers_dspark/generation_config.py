@@ -80,6 +80,8 @@ class DSparkGenerationConfig(GenerationConfig):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")
         _check_range("max_verify_tokens", self.max_verify_tokens, 0, None)
+        for seed in self.seed if isinstance(self.seed, (list, tuple)) else [self.seed]:
+            _check_range("seed", seed, 0, None)
         _check_range("assistant_confidence_threshold", self.assistant_confidence_threshold, 0.0, 1.0)
 
 

@@ -158,7 +158,7 @@ def generate(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    drafter: DSparkDrafter,
+    drafter: DSparkDrafter | None = None,
     **model_kwargs: Any,
 ) -> ModelOutput | torch.LongTensor:
     r"""
@@ -183,6 +183,10 @@ def generate(
         NotImplementedError: a legal request that this version does not support.
         ValueError: `drafter` is none, or does not fit the target, or options contradict each other.
     """
+    if drafter is None:
+        raise ValueError(
+            "No drafter was given: name it `drafter=`, since `generate` keeps `assistant_model` from this door."
+        )
     if getattr(getattr(drafter, "config", None), "model_type", None) != DSparkConfig.model_type:
         raise ValueError(f"drafter is a {type(drafter).__name__}; it must be a DSparkDrafter for this target.")
     check_request(model, drafter, generation_config, generation_config.get_generation_mode())

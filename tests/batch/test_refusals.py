@@ -278,3 +278,20 @@ def test_some_drafts_only(lab, do_sample):
     ours = target.generate(ids, attention_mask=mask, assistant_model=drafter, return_dict_in_generate=True, **options)
     assert torch.equal(ours.sequences, plain)
     assert max(n for lengths in ours.dspark.accepted_lengths for n in lengths) == 3
+
+
+def test_a_table_that_is_not_there(lab):
+    config = DSparkGenerationConfig(step_cost_table="/nowhere/costs.json", max_new_tokens=4)
+    with pytest.raises(ValueError, match="step_cost_table='/nowhere/costs.json' cannot be read .*dspark profile"):
+        lab.target().generate(torch.tensor([[5, 6]]), assistant_model=lab.drafter(), generation_config=config)
+
+
+def test_the_public_door_names_its_drafter(lab):
+    with pytest.raises(ValueError, match="name it `drafter=`"):
+        lab.target().generate(torch.tensor([[5, 6]]), custom_generate=transformers_dspark.generate, max_new_tokens=4)
+
+
+def test_seeds_are_counted_in_greedy_calls_too(lab):
+    config = DSparkGenerationConfig(seed=[1], max_new_tokens=4, do_sample=False)
+    with pytest.raises(ValueError, match="seed has 1 numbers"):
+        lab.target().generate(torch.tensor([[5, 6], [7, 8]]), assistant_model=lab.drafter(), generation_config=config)

@@ -142,7 +142,12 @@ class RoundSchedule:
 def _table(given: str | os.PathLike[str] | Mapping[str, Any] | StepCostTable | None) -> StepCostTable | None:
     if given is None or isinstance(given, StepCostTable):
         return given
-    return StepCostTable.load(given)  # type: ignore[arg-type]
+    try:
+        return StepCostTable.load(given)  # type: ignore[arg-type]
+    except OSError as error:
+        raise ValueError(
+            f"step_cost_table={str(given)!r} cannot be read ({error}): make one with `dspark profile`."
+        ) from error
 
 
 __all__ = ["RoundSchedule"]
