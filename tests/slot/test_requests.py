@@ -69,9 +69,17 @@ def test_option_out_of_range(options):
         DSparkGenerationConfig(**options)
 
 
-@pytest.mark.parametrize("drafter", [None, "a/path", torch.nn.Linear(2, 2)], ids=["None", "str", "Linear"])
-def test_custom_generate_without_a_drafter(never_run, prompt, drafter):
-    with pytest.raises(ValueError, match="must be a DSparkDrafter"):
+@pytest.mark.parametrize(
+    ("drafter", "words"),
+    [
+        (None, "name it `drafter=`"),
+        ("a/path", "must be a DSparkDrafter"),
+        (torch.nn.Linear(2, 2), "must be a DSparkDrafter"),
+    ],
+    ids=["None", "str", "Linear"],
+)
+def test_custom_generate_without_a_drafter(never_run, prompt, drafter, words):
+    with pytest.raises(ValueError, match=words):
         never_run().generate(prompt, custom_generate=transformers_dspark.generate, drafter=drafter, max_new_tokens=4)
 
 
