@@ -38,8 +38,9 @@ torch-cpu:
 demo: $(READY)
 	$(BIN)/dspark demo
 
+# One worker a core, each with one thread: with more, PyTorch's threads would wait for each other.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8
 
 lint: $(READY)
 	$(BIN)/ruff check

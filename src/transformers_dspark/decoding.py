@@ -11,7 +11,6 @@ import inspect
 import time
 from array import array
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from .attention import use_ragged_attention
+from .batch.drafting import Drafts, RowDrafting
 from .batch.inputs import BatchInputs
 from .batch.outputs import TokenRecords
 from .batch.processors import RowProcessors
@@ -27,8 +27,8 @@ from .batch.schedule import RoundSchedule
 from .batch.stopping import RowStopping
 from .cache import RaggedCache
 from .generation_config import DraftingOptions, eos_ids
-from .modeling_dspark import DSparkDrafter, Proposal
-from .sampling import RowNoise, Verdict, accept, accept_greedy, draw, pad_vocabulary
+from .modeling_dspark import DSparkDrafter
+from .sampling import RowNoise, Verdict, accept, accept_greedy
 from .target import TargetTaps, few_rows_linears, learned_positions
 from .telemetry import DSparkGenerateOutput, GenerationStats
 from .windows import WINDOW_KEYWORD, VerifyWindow
@@ -106,27 +106,6 @@ def _check_call(
         raise ValueError(f"A streamer shows one text, and this call has {input_ids.shape[0]}: leave it out.")
 
 
-@dataclass(frozen=True)
-class _Drafts:
-    """
-    Drafts of a round by place; `width` 0 if nothing was drafted.
-
-    Args:
-        tokens (`torch.LongTensor` of shape `(live, width)`): Drafted ids; anything where a row drafted less.
-        probs (`torch.FloatTensor` of shape `(live, width, vocab)`, *optional*): Distributions that drew them, when
-            sampling.
-        usable (`list[int]`): Drafts of each row that may be verified at all.
-        confidence (`torch.FloatTensor` of shape `(live, width)`, *optional*): NaN for rows that did not draft.
-        drafted (`list[bool]`): Rows that drafted.
-    """
-
-    tokens: torch.Tensor
-    probs: torch.Tensor | None
-    usable: list[int]
-    confidence: torch.Tensor | None
-    drafted: list[bool]
-
-
 class _Batch:
     """The state of one call."""
 
@@ -163,6 +142,7 @@ class _Batch:
         self._eos_ids = eos_ids(config)
         self._processors = RowProcessors(logits_processor, rows, self._eos_ids)
         seeds = _row_seeds(self.options, rows) if config.do_sample or self.options.seed is not None else []
+        self._drafting = RowDrafting(drafter, self._processors, self.options.confidence_threshold, self._eos_ids)
         self._noise = RowNoise(seeds) if config.do_sample else None
         self._vocabulary = 0  # of the target's logits; known after the first forward
         self._gamma = drafter.config.num_draft_tokens
@@ -245,86 +225,16 @@ class _Batch:
                 self.stats.confidences[row].extend(values[:count])
         return self._retire(kept)
 
-    def _draft(self, caps: list[int]) -> _Drafts:
+    def _draft(self, caps: list[int]) -> Drafts:
         """Up to `caps` drafts for each place; their tokens are also written behind the texts."""
-        chosen = [place for place, cap in enumerate(caps) if cap]
-        width = max(caps)
+        rows = self.places[: self.live]
         if self._noise is not None:  # as many numbers in every round, whatever comes of it
-            self._drawn = self._noise(self.places[: self.live], 2 * self._gamma + 1, self.device)
-        if not width or not self._processors.can_speculate:
-            none = self.text.new_empty(self.live, 0)
-            return _Drafts(none, None, [0] * self.live, None, [False] * self.live)
-        rows = [self.places[place] for place in chosen]
+            self._drawn = self._noise(rows, 2 * self._gamma + 1, self.device)
+        positions = [self.cache.lengths[place] + self.inputs.shifts[row] for place, row in enumerate(rows)]
         ends = [self.ends[row] for row in rows]
-        index, behind = torch.tensor((rows, ends), device=self.device)
-        context = self.cache.context if len(chosen) == self.live else self.cache.context.picked(chosen)
-        drawable: list[torch.Tensor] = []
-        threshold = self.options.confidence_threshold
-        confident = torch.ones(len(rows), dtype=torch.bool)
-        over = [torch.zeros(len(rows), dtype=torch.bool, device=self.device)]  # drafts that have ended
-        eos = torch.tensor(sorted(self._eos_ids), dtype=torch.long, device=self.device)
-
-        def going(k: int) -> list[int]:
-            ended = over[k].tolist()
-            return [i for i, place in enumerate(chosen) if k < caps[place] and not ended[i]]
-
-        def select(k: int, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scores = pad_vocabulary(logits.to(self.device, torch.float32), self._vocabulary)
-            room = [min(end + k, self.max_length) for end in ends]
-            scores = self._processors.drafted(self.text, rows, room, scores.clone(), lambda: going(k))
-            some = torch.isfinite(scores.amax(dim=-1))  # NaN and +inf show up there as well
-            drawable.append(some)
-            if self._drawn is None:
-                ids = scores.argmax(dim=-1)
-            else:
-                scores = scores.softmax(dim=-1)
-                ids = draw(scores, self._drawn[chosen, k])
-            ids = torch.where(some, ids, 0)
-            over.append(over[-1] | ~some | torch.isin(ids, eos))
-            self.text[index, (behind + k).clamp(max=self.max_length - 1)] = ids  # the last place is no draft's
-            return ids, scores
-
-        def keep_going(k: int, confidence: torch.Tensor | None, tokens: torch.Tensor) -> bool:
-            confident.logical_and_((confidence >= threshold).cpu() if confidence is not None else confident)
-            return bool(confident.any())
-
-        places = [self.cache.lengths[place] + self.inputs.shifts[self.places[place]] for place in chosen]
-        proposal = self.drafter.propose(
-            self.text[index, behind - 1].to(self.drafter.device),
-            torch.tensor(places, device=self.drafter.device),
-            context,
-            width=width,
-            select=select,
-            keep_going=keep_going if threshold > 0 else None,
+        return self._drafting(
+            self.text, rows, ends, positions, caps, self.cache.context, self._drawn, self._vocabulary
         )
-        return self._spread(proposal, chosen, caps, drawable, over)
-
-    def _spread(
-        self,
-        proposal: Proposal,
-        chosen: list[int],
-        caps: list[int],
-        drawable: list[torch.Tensor],
-        over: list[torch.Tensor],
-    ) -> _Drafts:
-        """A proposal of some places as drafts of all live ones."""
-        width = proposal.tokens.shape[1]
-        tokens = self.text.new_zeros(self.live, width)
-        tokens[chosen] = proposal.tokens.to(self.device)
-        usable = [0] * self.live
-        if width:
-            # a draft counts if it could be drawn, and the block had not ended before it
-            counts = torch.stack([some & ~ended for some, ended in zip(drawable, over, strict=False)]).sum(dim=0)
-            for place, count in zip(chosen, counts.tolist(), strict=True):
-                usable[place] = min(count, caps[place])
-        probs = confidence = None
-        if self._noise is not None and width:
-            probs = proposal.logits.new_zeros(self.live, width, proposal.logits.shape[-1])  # `select` gave softmaxes
-            probs[chosen] = proposal.logits
-        if proposal.confidence is not None:
-            confidence = torch.full((self.live, width), float("nan"))
-            confidence[chosen] = proposal.confidence.float().cpu()
-        return _Drafts(tokens, probs, usable, confidence, [cap > 0 for cap in caps])
 
     # ---- parts of a round -------------------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ def test_a_table_of_another_target(lab, refused, tmp_path, saved):
 
 def test_a_table_that_is_not_there(refused, tmp_path):
     config = DSparkGenerationConfig(step_cost_table=str(tmp_path / "none.json"))
-    refused((ValueError, OSError), "none[.]json", generation_config=config)
+    refused(ValueError, "step_cost_table='.*none[.]json' cannot be read .*dspark profile", generation_config=config)
 
 
 def test_processors_that_cannot_be_copied(lab):
@@ -278,12 +278,6 @@ def test_some_drafts_only(lab, do_sample):
     ours = target.generate(ids, attention_mask=mask, assistant_model=drafter, return_dict_in_generate=True, **options)
     assert torch.equal(ours.sequences, plain)
     assert max(n for lengths in ours.dspark.accepted_lengths for n in lengths) == 3
-
-
-def test_a_table_that_is_not_there(lab):
-    config = DSparkGenerationConfig(step_cost_table="/nowhere/costs.json", max_new_tokens=4)
-    with pytest.raises(ValueError, match="step_cost_table='/nowhere/costs.json' cannot be read .*dspark profile"):
-        lab.target().generate(torch.tensor([[5, 6]]), assistant_model=lab.drafter(), generation_config=config)
 
 
 def test_the_public_door_names_its_drafter(lab):
