@@ -1,6 +1,17 @@
 """Attention of windows of new tokens over caches that hold a different number of tokens in every row."""
 
+from typing import Any
+
 from .reference import ragged_attention_reference
 
 
-__all__ = ["ragged_attention_reference"]
+def __getattr__(name: str) -> Any:
+    # the reference runs where there is no Triton
+    if name == "ragged_attention":
+        from .kernel import ragged_attention
+
+        return ragged_attention
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["ragged_attention", "ragged_attention_reference"]
