@@ -15,14 +15,12 @@ def make(lengths, widths, heads=6, kv_heads=2, head_dim=20, value_dim=20, capaci
         cache = torch.full((rows, kv_heads, capacity, dim), float("nan"))
         for row, length in enumerate(lengths):
             first = 0 if oldest is None else max(0, oldest[row])
-            cache[row, :, first:length] = normal(kv_heads, max(0, length - first), dim)
+            cache[row, :, first : length + widths[row]] = normal(kv_heads, length + widths[row] - first, dim)
         caches.append(cache)
     return {
         "query": normal(total, heads, head_dim),
         "key_cache": caches[0],
         "value_cache": caches[1],
-        "key": normal(total, kv_heads, head_dim),
-        "value": normal(total, kv_heads, value_dim),
         "lengths": torch.tensor(lengths),
         "offsets": torch.tensor([0, *torch.tensor(widths).cumsum(0).tolist()]),
         "scaling": head_dim**-0.5,

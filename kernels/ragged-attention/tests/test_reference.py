@@ -13,9 +13,9 @@ from ragged_inputs import make
 
 
 def naive(inputs, causal=True, sliding_window=None, softcap=None, sinks=None):
-    query, key, value = inputs["query"], inputs["key"], inputs["value"]
-    heads, kv_heads = query.shape[1], key.shape[1]
-    out = torch.zeros(query.shape[0], heads, value.shape[-1], dtype=torch.float64)
+    query, keys, values = inputs["query"], inputs["key_cache"], inputs["value_cache"]
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    out = torch.zeros(query.shape[0], heads, values.shape[-1], dtype=torch.float64)
     offsets = inputs["offsets"].tolist()
     for row, length in enumerate(inputs["lengths"].tolist()):
         begin, end = offsets[row], offsets[row + 1]
@@ -28,12 +28,7 @@ def naive(inputs, causal=True, sliding_window=None, softcap=None, sinks=None):
                         continue
                     if sliding_window is not None and position <= length + i - sliding_window:
                         continue
-                    if position < length:
-                        k = inputs["key_cache"][row, kv_head, position]
-                        v = inputs["value_cache"][row, kv_head, position]
-                    else:
-                        k = key[begin + position - length, kv_head]
-                        v = value[begin + position - length, kv_head]
+                    k, v = keys[row, kv_head, position], values[row, kv_head, position]
                     score = inputs["scaling"] * torch.dot(query[begin + i, head].double(), k.double()).item()
                     if softcap is not None:
                         score = softcap * math.tanh(score / softcap)
@@ -86,8 +81,7 @@ def test_softcap_and_sinks(softcap, sinks) -> None:
 
 def test_padding_gets_zeros() -> None:
     inputs = make([9, 4], [3, 2], padding=3)
-    for name in ("query", "key", "value"):
-        inputs[name][5:] = float("nan")
+    inputs["query"][5:] = float("nan")
     out = ragged_attention_reference(**inputs)
     assert not out[:5].isnan().any()
     assert (out[5:] == 0).all()
@@ -98,8 +92,7 @@ def test_rows_are_independent() -> None:
     alone = make([63, 100, 7], [8, 5, 3])
     for name in ("key_cache", "value_cache", "lengths"):
         alone[name] = alone[name][1:2]
-    for name in ("query", "key", "value"):
-        alone[name] = alone[name][8:13]
+    alone["query"] = alone["query"][8:13]
     alone["offsets"] = torch.tensor([0, 5])
     assert torch.equal(ragged_attention_reference(**inputs)[8:13], ragged_attention_reference(**alone))
 
@@ -118,12 +111,13 @@ def test_low_precision_accumulates_in_float32() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("lengths", torch.tensor([112, 0]), "lengths is .* from 0 to the capacity 111"),
+        ("lengths", torch.tensor([109, 0]), "lengths is .* must fit the capacity 111"),
+        ("lengths", torch.tensor([-1, 0]), "numbers from 0"),
         ("lengths", torch.tensor([1]), "must hold 2 numbers"),
         ("offsets", torch.tensor([0, 4, 3]), "rising from 0"),
         ("offsets", torch.tensor([1, 2, 5]), "rising from 0"),
         ("offsets", torch.tensor([0, 2, 6]), "at most 5"),
-        ("key", torch.zeros(5, 4, 20), "key has shape"),
+        ("value_cache", torch.zeros(2, 4, 111, 20), "value_cache has shape"),
         ("query", torch.zeros(5, 5, 20), "5 query heads cannot share 2"),
         ("sinks", torch.zeros(5), "sinks has shape"),
         ("softcap", 0.0, "softcap is 0.0"),

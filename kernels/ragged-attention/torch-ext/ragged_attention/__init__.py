@@ -7,11 +7,11 @@ from .reference import ragged_attention_reference
 
 def __getattr__(name: str) -> Any:
     # the reference runs where there is no Triton
-    if name == "ragged_attention":
-        from .kernel import ragged_attention
+    if name in ("Tiling", "default_tiling", "ragged_attention"):
+        from . import kernel
 
-        return ragged_attention
+        return getattr(kernel, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["ragged_attention", "ragged_attention_reference"]
+__all__ = ["Tiling", "default_tiling", "ragged_attention", "ragged_attention_reference"]

@@ -10,26 +10,46 @@ A verify step brings few queries and reads many keys, so the bytes of the cache 
     combine   one program for each query: out = sum_i 2^(m_i - m) acc_i / (2^(b - m) + sum_i 2^(m_i - m) l_i) over its
               row's splits in their order, where m is the largest m_i, and of b where the head has a sink b.
 
-The keys of a row are its visible cache entries, split evenly, and the window, which the last split takes along. How
-many splits there are follows from the row's own number of entries n and from constants alone, about sqrt(n / unit):
-so a row's bits depend neither on the other rows nor on the room that the launch provides, and what the splits write
-and read again stays small beside the keys. A row of one split needs no second kernel.
+The entries before a row's window are split evenly; the last split takes the window's own along. How many splits there
+are follows from the row's own number of entries n and from constants alone, about sqrt(n / unit): so a row's bits
+depend neither on the other rows nor on the room that the launch provides, and what the splits write and read again
+stays small beside the keys. A row of one split needs no second kernel.
 
-`BLOCK_M` queries of a tile (tokens times heads of a group; Triton's products need 16), `BLOCK_N` keys of a loop step
-and `UNIT` are compile-time constants chosen by shape, never by timing at run time.
+The constants of a launch are chosen by shape, never by timing at run time, see [`Tiling`].
 
 What this file deliberately does not know: how positions are encoded, who owns the cache, and how it is written.
 """
 
 import math
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 import triton
 import triton.language as tl
 
 
-UNIT = 32  # a row of n entries is cut into about sqrt(n / UNIT) splits
+class Tiling(NamedTuple):
+    """
+    The compile-time constants of a launch. A row's bits depend on the first three.
+
+    Args:
+        block_m (`int`): Queries of a tile, tokens times heads of a group; a power of two from 16.
+        block_n (`int`): Entries of a loop step; a power of two from 16.
+        unit (`int`): A row of n entries is cut into about sqrt(n / unit) splits.
+        num_warps, num_stages (`int`): As Triton takes them.
+    """
+
+    block_m: int
+    block_n: int
+    unit: int = 32
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def default_tiling(group: int, head_bytes: int) -> Tiling:
+    """For `group` query heads to a key head, and heads of `head_bytes` bytes."""
+    tokens = 8 if group <= 8 else 1  # of a window, in one tile
+    return Tiling(block_m=max(16, triton.next_power_of_2(tokens * group)), block_n=64 if head_bytes <= 256 else 32)
 
 
 @triton.jit
@@ -87,8 +107,6 @@ def _partial(
     query,
     key_cache,
     value_cache,
-    key,
-    value,
     lengths,
     offsets,
     sinks,
@@ -107,10 +125,6 @@ def _partial(
     vc_row,
     vc_head,
     vc_entry,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
     heads,
     token_blocks,
     splits,
@@ -125,7 +139,6 @@ def _partial(
     unit: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -164,7 +177,11 @@ def _partial(
     keys = key_cache + row.to(tl.int64) * kc_row + kv_head * kc_head
     values = value_cache + row.to(tl.int64) * vc_row + kv_head * vc_head
     start = oldest + split * size
-    stop = tl.minimum(start + size, length)
+    stop = start + size
+    if split == count - 1:  # with the window, as far as this block of tokens may look
+        stop = length + width
+        if causal:
+            stop = tl.minimum(stop, length + first + tokens)
     for at in range(start, stop, BLOCK_N):
         entry = at + n
         inside = entry < stop
@@ -172,35 +189,11 @@ def _partial(
         k = tl.load(keys + where[:, None] * kc_entry + d[None, :], mask=inside[:, None] & in_d[None, :], other=0.0)
         v = tl.load(values + where[:, None] * vc_entry + e[None, :], mask=inside[:, None] & in_e[None, :], other=0.0)
         visible = valid[:, None] & inside[None, :]
+        if causal:
+            visible = visible & (entry[None, :] <= (length + token)[:, None])
         if has_sliding:
             visible = visible & (entry[None, :] > (length + token - sliding)[:, None])
         top, total, acc = _online(q, k, v, visible, top, total, acc, scaling, softcap, has_softcap, precision)
-
-    if split == count - 1:
-        w = tl.arange(0, BLOCK_W)
-        last = width
-        if causal:
-            last = tl.minimum(width, first + tokens)
-        for at in range(0, last, BLOCK_W):
-            other = at + w
-            inside = other < last
-            where = (begin + other).to(tl.int64)
-            k = tl.load(
-                key + where[:, None] * k_token + kv_head * k_head + d[None, :],
-                mask=inside[:, None] & in_d[None, :],
-                other=0.0,
-            )
-            v = tl.load(
-                value + where[:, None] * v_token + kv_head * v_head + e[None, :],
-                mask=inside[:, None] & in_e[None, :],
-                other=0.0,
-            )
-            visible = valid[:, None] & inside[None, :]
-            if causal:
-                visible = visible & (other[None, :] <= token[:, None])
-            if has_sliding:
-                visible = visible & (other[None, :] > token[:, None] - sliding)
-            top, total, acc = _online(q, k, v, visible, top, total, acc, scaling, softcap, has_softcap, precision)
 
     index = packed * heads + head
     if count == 1:
@@ -281,8 +274,6 @@ def ragged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     lengths: torch.Tensor,
     offsets: torch.Tensor,
     scaling: float,
@@ -292,17 +283,18 @@ def ragged_attention(
     sinks: Optional[torch.Tensor] = None,
     max_width: Optional[int] = None,
     max_length: Optional[int] = None,
+    tiling: Optional[Tiling] = None,
 ) -> torch.Tensor:
     r"""
     Attention of packed windows over slotted caches. Nothing is read back to the host.
 
     Args:
-        query, key_cache, value_cache, key, value, lengths, offsets, scaling, causal, sliding_window, softcap, sinks:
-            As in [`ragged_attention_reference`]. All tensors are on one device; the last dimension of each is
-            contiguous.
+        query, key_cache, value_cache, lengths, offsets, scaling, causal, sliding_window, softcap, sinks: As in
+            [`ragged_attention_reference`]. All tensors are on one device, and contiguous in the last dimension.
         max_width (`int`, *optional*): At least the tokens of the longest window. Defaults to all packed tokens, which
             launches more programs than needed.
-        max_length (`int`, *optional*): At least the entries of the longest row. Defaults to the capacity.
+        max_length (`int`, *optional*): At least the entries before the longest row's window. Defaults to the capacity.
+        tiling (`Tiling`, *optional*): Defaults to [`default_tiling`] of the shape.
 
     Returns:
         `torch.Tensor` of shape `(total, heads, value_dim)`, with the query's dtype.
@@ -318,27 +310,25 @@ def ragged_attention(
     if total == 0 or rows == 0:
         return out
 
-    block_m = min(max(16, triton.next_power_of_2(8 * group)), max(64, triton.next_power_of_2(group)))
-    block_n = 64 if max(head_dim, value_dim) * query.element_size() <= 256 else 32
-    token_blocks = triton.cdiv(max_width, block_m // group)
+    if tiling is None:
+        tiling = default_tiling(group, max(head_dim, value_dim) * query.element_size())
+    token_blocks = triton.cdiv(max_width, tiling.block_m // group)
     entries = max_length if sliding_window is None else min(max_length, sliding_window - 1)
-    splits = math.isqrt(max(0, entries - 1) // UNIT) + 2  # a bound, with one to spare for rounding
+    splits = math.isqrt(max(0, entries - 1) // tiling.unit) + 2  # a bound, with one to spare for rounding
     accs = torch.empty(total, heads, splits, value_dim, dtype=torch.float32, device=query.device)
     tops, sums = torch.empty(2, total, heads, splits, dtype=torch.float32, device=query.device)
     common = {
         "has_sliding": sliding_window is not None,
         "has_sinks": sinks is not None,
         "value_dim": value_dim,
-        "unit": UNIT,
-        "BLOCK_N": block_n,
+        "unit": tiling.unit,
+        "BLOCK_N": tiling.block_n,
         "BLOCK_E": max(16, triton.next_power_of_2(value_dim)),
     }
     _partial[(rows * token_blocks, kv_heads, splits)](
         query,
         key_cache,
         value_cache,
-        key,
-        value,
         lengths,
         offsets,
         sinks,
@@ -352,8 +342,6 @@ def ragged_attention(
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        *key.stride()[:2],
-        *value.stride()[:2],
         heads,
         token_blocks,
         splits,
@@ -362,11 +350,10 @@ def ragged_attention(
         precision="ieee" if query.dtype == torch.float32 else "tf32",
         group=group,
         head_dim=head_dim,
-        BLOCK_M=block_m,
-        BLOCK_W=16,
+        BLOCK_M=tiling.block_m,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=4,
-        num_stages=3,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
         **common,
     )
     if splits > 1:

@@ -1,12 +1,12 @@
 """
 The plain PyTorch twin of the ragged window kernel: what every other implementation is measured against.
 
-Row `r` of a batch holds `lengths[r]` tokens in its cache and brings a window of `w_r = offsets[r + 1] - offsets[r]`
-new ones, `w_r >= 0`. The windows are packed one after another, without padding. Query `i` of row `r`'s window, which
-stands at position `lengths[r] + i`, attends to
+Row `r` of a batch holds `lengths[r]` tokens in its cache, and behind them a window of `w_r = offsets[r + 1] -
+offsets[r]` new ones, `w_r >= 0`, whose keys and values are already written. The windows' queries are packed one after
+another, without padding. Query `i` of row `r`'s window stands at position `lengths[r] + i` and attends to
 
-    cache keys j with 0 <= j < lengths[r], at position j,
-    window keys j with 0 <= j < w_r, at position lengths[r] + j; only j <= i where the window is causal,
+    entries j with 0 <= j <= lengths[r] + i where the window is causal,
+    entries j with 0 <= j < lengths[r] + w_r where it is not,
 
 and, with a sliding window of `s` tokens, only to positions above its own minus `s`. With scores
 s_ij = scaling * q_i k_j, capped as c * tanh(s_ij / c) where a softcap c is given, and a learned sink b_h of each head,
@@ -14,9 +14,10 @@ s_ij = scaling * q_i k_j, capped as c * tanh(s_ij / c) where a softcap c is give
     out_i = sum_j exp(s_ij) v_j / (exp(b_h) + sum_j exp(s_ij)),          the term exp(b_h) only with sinks.
 
 Scores, weights and sums are float32 whatever the inputs are. Cache entries that no query of the window may see, those
-from `lengths[r]` on and those a sliding window has left behind, are never read: they may hold anything, NaN included.
+behind the window and those a sliding window has left behind, are never read: they may hold anything, NaN included.
 
-What this file deliberately does not know: how positions are encoded (keys arrive rotated), and who owns the cache.
+What this file deliberately does not know: how positions are encoded (keys arrive rotated), who owns the cache, and how
+it is written.
 """
 
 from typing import List, Optional
@@ -28,8 +29,6 @@ def ragged_attention_reference(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     lengths: torch.Tensor,
     offsets: torch.Tensor,
     scaling: float,
@@ -43,12 +42,10 @@ def ragged_attention_reference(
 
     Args:
         query (`torch.Tensor` of shape `(total, heads, head_dim)`): Queries of all windows, packed; any float dtype.
-        key_cache (`torch.Tensor` of shape `(rows, kv_heads, capacity, head_dim)`): Keys before the windows. Row `r`
-            has `lengths[r]` of them, from the start of its slot.
+        key_cache (`torch.Tensor` of shape `(rows, kv_heads, capacity, head_dim)`): Keys, each row's from the start of
+            its slot: those before the window, then those of the window.
         value_cache (`torch.Tensor` of shape `(rows, kv_heads, capacity, value_dim)`): Their values.
-        key (`torch.Tensor` of shape `(total, kv_heads, head_dim)`): Keys of the windows, packed.
-        value (`torch.Tensor` of shape `(total, kv_heads, value_dim)`): Their values.
-        lengths (`torch.Tensor` of shape `(rows,)`): Valid cache entries of each row, integers, 0 to `capacity`.
+        lengths (`torch.Tensor` of shape `(rows,)`): Entries before each row's window, integers.
         offsets (`torch.Tensor` of shape `(rows + 1,)`): Where each window begins in the packed tensors, integers, not
             decreasing; the first is 0. Tokens from `offsets[-1]` on are padding: they get zeros.
         scaling (`float`): Factor of the scores.
@@ -70,14 +67,14 @@ def ragged_attention_reference(
     """
     row_lengths = [int(n) for n in lengths.tolist()]
     starts = [int(n) for n in offsets.tolist()]
-    _check(query, key_cache, value_cache, key, value, row_lengths, starts, sinks)
+    _check(query, key_cache, value_cache, row_lengths, starts, sinks)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}: it must be at least 1, or None for no window.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}: it must be above 0, or None for no cap.")
 
-    heads, kv_heads = query.shape[1], key.shape[1]
-    out = query.new_zeros(query.shape[0], heads, value.shape[-1])
+    heads, kv_heads = query.shape[1], key_cache.shape[1]
+    out = query.new_zeros(query.shape[0], heads, value_cache.shape[-1])
     for row, length in enumerate(row_lengths):
         begin, end = starts[row], starts[row + 1]
         width = end - begin
@@ -85,11 +82,8 @@ def ragged_attention_reference(
             continue
         # the oldest entry that the first query sees; the later ones see none older
         oldest = 0 if sliding_window is None else max(0, length - sliding_window + 1)
-        keys = torch.cat([key_cache[row, :, oldest:length], key[begin:end].transpose(0, 1)], dim=1)  # [kv_heads, n, d]
-        values = torch.cat([value_cache[row, :, oldest:length], value[begin:end].transpose(0, 1)], dim=1)
-        keys = keys.float().repeat_interleave(heads // kv_heads, dim=0)  # [heads, n, d]
-        values = values.float().repeat_interleave(heads // kv_heads, dim=0)
-
+        keys = key_cache[row, :, oldest : length + width].float().repeat_interleave(heads // kv_heads, dim=0)
+        values = value_cache[row, :, oldest : length + width].float().repeat_interleave(heads // kv_heads, dim=0)
         scores = query[begin:end].transpose(0, 1).float() @ keys.transpose(1, 2) * scaling  # [heads, width, n]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -122,20 +116,15 @@ def _check(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     lengths: List[int],
     starts: List[int],
     sinks: Optional[torch.Tensor],
 ) -> None:
     total, heads, head_dim = query.shape
     rows, kv_heads, capacity, _ = key_cache.shape
-    value_dim = value.shape[-1]
     expected = {
-        "key": (key, (total, kv_heads, head_dim)),
-        "value": (value, (total, kv_heads, value_dim)),
         "key_cache": (key_cache, (rows, kv_heads, capacity, head_dim)),
-        "value_cache": (value_cache, (rows, kv_heads, capacity, value_dim)),
+        "value_cache": (value_cache, (rows, kv_heads, capacity, value_cache.shape[-1])),
     }
     if sinks is not None:
         expected["sinks"] = (sinks, (heads,))
@@ -144,10 +133,14 @@ def _check(
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; beside the other inputs it must be {shape}.")
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads evenly: pass a multiple.")
-    if len(lengths) != rows or not all(0 <= n <= capacity for n in lengths):
-        raise ValueError(f"lengths is {lengths}: it must hold {rows} numbers from 0 to the capacity {capacity}.")
     rising = all(first <= second for first, second in zip(starts, starts[1:]))  # noqa: RUF007 (pairwise is newer than Python 3.9)
     if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] > total or not rising:
         raise ValueError(
             f"offsets is {starts}: it must hold {rows + 1} numbers rising from 0 to at most {total} packed tokens."
+        )
+    ends = [length + end - start for length, start, end in zip(lengths, starts, starts[1:])]
+    if len(lengths) != rows or not all(n >= 0 and end <= capacity for n, end in zip(lengths, ends)):
+        raise ValueError(
+            f"lengths is {lengths}: it must hold {rows} numbers from 0, and each with its window must fit the "
+            f"capacity {capacity}."
         )
