@@ -21,7 +21,7 @@ import torch
 
 if importlib.util.find_spec("ragged_attention") is None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "torch-ext"))
-from ragged_attention import Tiling, default_tiling, ragged_attention, ragged_attention_reference  # noqa: E402
+from ragged_attention import Tiling, default_tiling, ragged_attention, ragged_attention_reference
 
 
 # rows, entries before the window, tokens of each window, query heads, key heads, head size
@@ -134,9 +134,8 @@ def main():
                 print(f"  {tiling}: {type(problem).__name__}")
         for label, (took, moved, tiling) in {"default": timed[0], "best": min(timed)}.items():
             share = moved / took / peak
-            print(
-                f"{case} {label:8} {took * 1e6:9.1f} us {share:6.1%} of copy  error {error:.1e} steady {steady} {tiling}"
-            )
+            figures = f"{took * 1e6:9.1f} us {share:6.1%} of copy  error {error:.1e} steady {steady}"
+            print(case, f"{label:8}", figures, tiling)
             results.append(
                 {"case": case, "tiling": tiling._asdict(), "label": label, "seconds": took, "share_of_copy": share}
                 | {"max_error": error, "row_bits_steady": steady}
