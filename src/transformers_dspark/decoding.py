@@ -142,7 +142,9 @@ class _Batch:
         self._eos_ids = eos_ids(config)
         self._processors = RowProcessors(logits_processor, rows, self._eos_ids)
         seeds = _row_seeds(self.options, rows) if config.do_sample or self.options.seed is not None else []
-        self._drafting = RowDrafting(drafter, self._processors, self.options.confidence_threshold, self._eos_ids)
+        self._drafting = RowDrafting(
+            drafter, self._processors, self.options.confidence_threshold, self._eos_ids, self.device
+        )
         self._noise = RowNoise(seeds) if config.do_sample else None
         self._vocabulary = 0  # of the target's logits; known after the first forward
         self._gamma = drafter.config.num_draft_tokens
@@ -197,10 +199,12 @@ class _Batch:
         rows = self.places[: self.live]
         caps = [self._most_drafts(place) for place in range(self.live)]
         context = sum(self.cache.lengths[: self.live]) / self.live
-        drafts = self._draft(self._schedule.widths(rows, caps, context))
-        drafted = time.perf_counter()
-        lengths = self._schedule.lengths(rows, drafts.confidence, drafts.usable, context)
-        sent = drafts.usable if self.options.verify_mode == "cap-accept" else lengths
+        widths = self._schedule.widths(rows, caps, context)
+        drafts = self._draft(widths)
+        drafted, usable = time.perf_counter(), drafts.usable.tolist()
+        confidence = None if drafts.confidence is None else drafts.confidence.cpu()
+        lengths = self._schedule.lengths(rows, confidence, usable, context)
+        sent = usable if self.options.verify_mode == "cap-accept" else lengths
 
         places = list(range(self.live))
         window = VerifyWindow.pack(self.cache.lengths[: self.live], [1 + count for count in sent], self.device)
@@ -217,10 +221,11 @@ class _Batch:
         self.records.keep_tokens(rows, kept, [1 + count for count in sent], scores, logits, outputs)
         self._extend(outputs, positions, window, [len(tokens) for tokens in kept])
         seconds = drafted - began, time.perf_counter() - drafted
-        self._schedule.record(rows, drafts.drafted, lengths, accepted, len(ids), context, seconds)
+        drafting = [width > 0 and self._processors.can_speculate for width in widths]
+        self._schedule.record(rows, drafting, lengths, accepted, len(ids), context, seconds)
         self._count(rows, sent, accepted, kept, seconds)
         if self.config.return_dict_in_generate:
-            known = [[]] * self.live if drafts.confidence is None else drafts.confidence.tolist()
+            known = [[]] * self.live if confidence is None else confidence.tolist()
             for row, count, values in zip(rows, sent, known, strict=True):
                 self.stats.confidences[row].extend(values[:count])
         return self._retire(kept)
@@ -230,11 +235,23 @@ class _Batch:
         rows = self.places[: self.live]
         if self._noise is not None:  # as many numbers in every round, whatever comes of it
             self._drawn = self._noise(rows, 2 * self._gamma + 1, self.device)
-        positions = [self.cache.lengths[place] + self.inputs.shifts[row] for place, row in enumerate(rows)]
-        ends = [self.ends[row] for row in rows]
-        return self._drafting(
-            self.text, rows, ends, positions, caps, self.cache.context, self._drawn, self._vocabulary
+        chosen = [place for place, cap in enumerate(caps) if cap]
+        if not chosen or not self._processors.can_speculate:
+            return Drafts.none(self.text, self.live)
+        everyone = len(chosen) == self.live
+        state = [
+            (row, self.ends[row], self.cache.lengths[place] + self.inputs.shifts[row], caps[place])
+            for place, row in ((place, rows[place]) for place in chosen)
+        ]
+        drafts = self._drafting(
+            self.text,
+            *torch.tensor(state, device=self.device).T,
+            width=max(caps),
+            context=self.cache.context if everyone else self.cache.context.picked(chosen),
+            drawn=self._drawn if self._drawn is None or everyone else self._drawn[chosen],
+            vocabulary=self._vocabulary,
         )
+        return drafts.among(chosen, self.live)
 
     # ---- parts of a round -------------------------------------------------------------------------------------------
 

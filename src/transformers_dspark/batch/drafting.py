@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
-from ..modeling_dspark import DSparkDrafter, Proposal
-from ..ragged_context import RaggedContext
+from ..backbone_dspark import DSparkContext
+from ..modeling_dspark import DSparkDrafter
 from ..sampling import draw, pad_vocabulary
 from .processors import RowProcessors
 
@@ -16,87 +16,104 @@ from .processors import RowProcessors
 @dataclass(frozen=True)
 class Drafts:
     """
-    Drafts of a round by place; `width` 0 if nothing was drafted.
+    Drafts of some rows.
 
     Args:
-        tokens (`torch.LongTensor` of shape `(live, width)`): Drafted ids; anything where a row drafted less.
-        probs (`torch.FloatTensor` of shape `(live, width, vocab)`, *optional*): Distributions that drew them, when
+        tokens (`torch.LongTensor` of shape `(rows, width)`): Drafted ids; anything where a row drafted less.
+        probs (`torch.FloatTensor` of shape `(rows, width, vocab)`, *optional*): Distributions that drew them, when
             sampling.
-        usable (`list[int]`): Drafts of each row that may be verified at all.
-        confidence (`torch.FloatTensor` of shape `(live, width)`, *optional*): NaN for rows that did not draft.
-        drafted (`list[bool]`): Rows that drafted.
+        usable (`torch.LongTensor` of shape `(rows,)`): Drafts of each row that may be verified at all.
+        confidence (`torch.FloatTensor` of shape `(rows, width)`, *optional*): NaN for rows that did not draft.
     """
 
     tokens: torch.Tensor
     probs: torch.Tensor | None
-    usable: list[int]
+    usable: torch.Tensor
     confidence: torch.Tensor | None
-    drafted: list[bool]
 
     @classmethod
-    def none(cls, text: torch.Tensor, live: int) -> Drafts:
+    def none(cls, text: torch.Tensor, rows: int) -> Drafts:
         """A round of anchors alone."""
-        return cls(text.new_empty(live, 0), None, [0] * live, None, [False] * live)
+        return cls(text.new_empty(rows, 0), None, text.new_zeros(rows), None)
+
+    def among(self, places: list[int], rows: int) -> Drafts:
+        """These drafts as those of `places` among more rows, of which the others did not draft."""
+        if len(places) == rows:
+            return self
+
+        def spread(values: torch.Tensor, fill: float) -> torch.Tensor:
+            wider = values.new_full((rows, *values.shape[1:]), fill)
+            wider[places] = values
+            return wider
+
+        return Drafts(
+            spread(self.tokens, 0),
+            None if self.probs is None else spread(self.probs, 0.0),
+            spread(self.usable, 0),
+            None if self.confidence is None else spread(self.confidence, float("nan")),
+        )
 
 
 class RowDrafting:
     """
-    Drafts for rows of different lengths.
+    Drafts for rows of different lengths. With processors that all rows share, nothing waits for the device.
 
     Args:
         drafter (`DSparkDrafter`): Bound to its target.
         processors (`RowProcessors`): Of the call.
-        threshold (`float`): A block is drafted on while any row's confidence has not fallen below it.
+        threshold (`float`): A block is drafted on while any row's confidence has not fallen below it; 0 never asks.
         eos_ids (`Collection[int]`): A block ends with any of them.
+        device (`torch.device`): Where texts are.
     """
 
     def __init__(
-        self, drafter: DSparkDrafter, processors: RowProcessors, threshold: float, eos_ids: Collection[int]
+        self,
+        drafter: DSparkDrafter,
+        processors: RowProcessors,
+        threshold: float,
+        eos_ids: Collection[int],
+        device: torch.device,
     ) -> None:
         self._drafter, self._processors, self._threshold = drafter, processors, threshold
-        self._eos_ids = sorted(eos_ids)
+        self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
 
     def __call__(
         self,
         text: torch.Tensor,
-        rows: Sequence[int],
-        ends: Sequence[int],
-        positions: Sequence[int],
-        caps: Sequence[int],
-        context: RaggedContext,
+        rows: torch.Tensor,
+        ends: torch.Tensor,
+        positions: torch.Tensor,
+        caps: torch.Tensor,
+        *,
+        width: int,
+        context: DSparkContext,
         drawn: torch.Tensor | None,
         vocabulary: int,
     ) -> Drafts:
         """
-        Up to `caps` drafts for each place, which are also written behind the texts.
+        Up to `caps` drafts for each row, which are also written behind the texts.
 
         Args:
             text (`torch.LongTensor` of shape `(all rows, length)`): Committed tokens, with room behind them.
-            rows, ends, positions, caps (`Sequence[int]`): For each place its row in `text`, the tokens committed
-                there, the position of its anchor, and how many drafts it may get.
-            context (`RaggedContext`): The drafter's context by place.
-            drawn (`torch.FloatTensor` of shape `(live, width or more)`, *optional*): Uniforms that draw the drafts;
+            rows, ends, positions, caps (`torch.LongTensor` of shape `(n,)`): For each row that drafts its row in
+                `text`, the tokens committed there, the position of its anchor, and how many drafts it may get.
+            width (`int`): The largest of the caps.
+            context (`DSparkContext`): The drafter's context of these rows.
+            drawn (`torch.DoubleTensor` of shape `(n, width or more)`, *optional*): Uniforms that draw the drafts;
                 without them each is the most probable token.
             vocabulary (`int`): Of the target's logits.
         """
-        chosen = [place for place, cap in enumerate(caps) if cap]
-        if not chosen or not self._processors.can_speculate:
-            return Drafts.none(text, len(rows))
-        drafting = context if len(chosen) == len(rows) else context.picked(chosen)
-        rows, ends = [rows[place] for place in chosen], [ends[place] for place in chosen]
-        index, behind = torch.tensor((rows, ends), device=text.device)
-        eos = torch.tensor(self._eos_ids, dtype=torch.long, device=text.device)
+        last = text.shape[1] - 1
         drawable: list[torch.Tensor] = []
         confident = torch.ones(len(rows), dtype=torch.bool)
-        over = [torch.zeros(len(rows), dtype=torch.bool, device=text.device)]  # drafts that have ended
+        over = [torch.zeros_like(rows, dtype=torch.bool)]  # drafts that have ended
 
         def going(k: int) -> list[int]:
-            ended = over[k].tolist()
-            return [i for i, place in enumerate(chosen) if k < caps[place] and not ended[i]]
+            return ((caps > k) & ~over[k]).nonzero().flatten().tolist()
 
         def select(k: int, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             scores = pad_vocabulary(logits.to(text.device, torch.float32), vocabulary)
-            room = [min(end + k, text.shape[1]) for end in ends]
+            room = (ends + k).clamp(max=last + 1)
             scores = self._processors.drafted(text, rows, room, scores.clone(), lambda: going(k))
             some = torch.isfinite(scores.amax(dim=-1))  # NaN and +inf show up there as well
             drawable.append(some)
@@ -104,10 +121,10 @@ class RowDrafting:
                 ids = scores.argmax(dim=-1)
             else:
                 scores = scores.softmax(dim=-1)
-                ids = draw(scores, drawn[chosen, k])
+                ids = draw(scores, drawn[:, k])
             ids = torch.where(some, ids, 0)
-            over.append(over[-1] | ~some | torch.isin(ids, eos))
-            text[index, (behind + k).clamp(max=text.shape[1] - 1)] = ids  # the last place is no draft's
+            over.append(over[-1] | ~some | torch.isin(ids, self._eos))
+            text[rows, (ends + k).clamp(max=last)] = ids  # the last place is no draft's
             return ids, scores
 
         def keep_going(k: int, confidence: torch.Tensor | None, tokens: torch.Tensor) -> bool:
@@ -116,37 +133,20 @@ class RowDrafting:
 
         device = self._drafter.device
         proposal = self._drafter.propose(
-            text[index, behind - 1].to(device),
-            torch.tensor([positions[place] for place in chosen], device=device),
-            drafting,
-            width=max(caps),
+            text[rows, ends - 1].to(device),
+            positions.to(device),
+            context,
+            width=width,
             select=select,
             keep_going=keep_going if self._threshold > 0 else None,
         )
         # a draft counts if it could be drawn, and the block had not ended before it
-        counted = [some & ~ended for some, ended in zip(drawable, over, strict=False)]
-        counts = torch.stack(counted).sum(dim=0).tolist() if counted else [0] * len(chosen)
-        usable = [0] * len(caps)
-        for place, count in zip(chosen, counts, strict=True):
-            usable[place] = min(count, caps[place])
-        return _by_place(proposal, text, chosen, caps, usable, sampled=drawn is not None)
-
-
-def _by_place(
-    proposal: Proposal, text: torch.Tensor, chosen: list[int], caps: Sequence[int], usable: list[int], sampled: bool
-) -> Drafts:
-    """A proposal of some places as drafts of all live ones."""
-    live, width = len(caps), proposal.tokens.shape[1]
-    tokens = text.new_zeros(live, width)
-    tokens[chosen] = proposal.tokens.to(text.device)
-    probs = confidence = None
-    if sampled and width:
-        probs = proposal.logits.new_zeros(live, width, proposal.logits.shape[-1])  # `select` gave softmaxes
-        probs[chosen] = proposal.logits
-    if proposal.confidence is not None:
-        confidence = torch.full((live, width), float("nan"))
-        confidence[chosen] = proposal.confidence.float().cpu()
-    return Drafts(tokens, probs, usable, confidence, [cap > 0 for cap in caps])
+        usable = torch.zeros_like(caps)
+        for some, ended in zip(drawable, over, strict=False):
+            usable += some & ~ended
+        probs = None if drawn is None or not drawable else proposal.logits  # `select` gave softmaxes
+        confidence = None if proposal.confidence is None else proposal.confidence.float()
+        return Drafts(proposal.tokens.to(text.device), probs, torch.minimum(usable, caps), confidence)
 
 
 __all__ = ["Drafts", "RowDrafting"]

@@ -35,7 +35,7 @@ _SHARED = {
 _READS_PREFIX = "RepetitionPenaltyLogitsProcessor"
 _OF_PROMPTS = ("prompt_ignore_length", "encoder_input_ids", "generated_ngrams")  # what processors hold of each prompt
 
-Ends = Sequence[int]
+Numbers = Sequence[int] | torch.Tensor
 
 
 class RowProcessors:
@@ -71,22 +71,22 @@ class RowProcessors:
         """Whether drafted positions may be asked for at all."""
         return self._by_row is None or all(processors.can_speculate for processors in self._by_row)
 
-    def __call__(self, text: torch.Tensor, rows: Sequence[int], ends: Ends, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, text: torch.Tensor, rows: Numbers, ends: Numbers, scores: torch.Tensor) -> torch.Tensor:
         """
         Processed scores of the target.
 
         Args:
             text (`torch.LongTensor` of shape `(all_rows, capacity)`): The texts, drafted tokens behind committed ones.
-            rows (`Sequence[int]`): Row of each position; the positions of a row come in order.
-            ends (`Sequence[int]`): Length of the prefix of each position.
+            rows (`Sequence[int]` or `torch.LongTensor`): Row of each position; the positions of a row come in order.
+            ends (`Sequence[int]` or `torch.LongTensor`): Length of the prefix of each position.
             scores (`torch.FloatTensor` of shape `(n, vocab)`): Logits of the positions. They may be changed.
         """
         if self._by_row is None:
             return self._shared(self._prefixes(text, rows, ends), scores) if self._shared else scores
-        return self._one_by_one(self._by_row.__getitem__, text, rows, ends, scores)
+        return self._one_by_one(self._by_row.__getitem__, text, _listed(rows), _listed(ends), scores)
 
     def drafted(
-        self, text: torch.Tensor, rows: Sequence[int], ends: Ends, scores: torch.Tensor, going: Callable[[], list[int]]
+        self, text: torch.Tensor, rows: Numbers, ends: Numbers, scores: torch.Tensor, going: Callable[[], list[int]]
     ) -> torch.Tensor:
         """
         Processed scores of the drafter, one position of each row. Nothing that keeps state takes notice of them.
@@ -98,6 +98,7 @@ class RowProcessors:
         """
         if self._by_row is None:
             return self(text, rows, ends, scores)
+        rows, ends = _listed(rows), _listed(ends)
         for row in rows:
             if row not in self._drafting:
                 self._drafting[row] = self._by_row[row].for_drafting()
@@ -117,24 +118,32 @@ class RowProcessors:
         processors: Callable[[int], LogitsProcessorList],
         text: torch.Tensor,
         rows: Sequence[int],
-        ends: Ends,
+        ends: Sequence[int],
         scores: torch.Tensor,
     ) -> torch.Tensor:
         places = enumerate(zip(rows, ends, strict=True))
         return torch.cat([processors(row)(text[row : row + 1, :end], scores[i : i + 1]) for i, (row, end) in places])
 
-    def _prefixes(self, text: torch.Tensor, rows: Sequence[int], ends: Ends) -> torch.Tensor:
-        """`(n, longest)` prefixes without padding; what is too short repeats its last token, which changes no set."""
-        index = torch.tensor(rows, device=text.device)
+    def _prefixes(self, text: torch.Tensor, rows: Numbers, ends: Numbers) -> torch.Tensor:
+        """
+        `(n, longest)` prefixes without padding; what is too short repeats its last token, which changes no set. If the
+        ends are on a device, the longest may be as long as a text can get: nobody waits for them.
+        """
+        index = torch.as_tensor(rows, device=text.device)
         if not self._readers:
             return text[index, :1]
-        limits, starts = torch.tensor(ends, device=text.device)[:, None], 0
+        limits, starts = torch.as_tensor(ends, device=text.device)[:, None], 0
         for reader in self._readers:  # all of one call ignore the same padding
             if reader.prompt_ignore_length is not None:
                 starts = reader.prompt_ignore_length.to(text.device)[index, None]
-        columns = torch.arange(max(ends), device=text.device)
-        prefixes = text[index, : max(ends)]
+        longest = text.shape[1] if isinstance(ends, torch.Tensor) else max(ends)
+        columns = torch.arange(longest, device=text.device)
+        prefixes = text[index, :longest]
         return torch.where((columns >= starts) & (columns < limits), prefixes, prefixes.gather(1, limits - 1))
+
+
+def _listed(numbers: Numbers) -> Sequence[int]:
+    return numbers.tolist() if isinstance(numbers, torch.Tensor) else numbers
 
 
 def _is_shared(processor: LogitsProcessor) -> bool:
