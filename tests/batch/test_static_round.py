@@ -1,0 +1,121 @@
+"""Rounds of fixed shape commit what the batched loop commits, whatever the budget; they read nothing back."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformers_dspark import DSparkGenerationConfig
+from transformers_dspark.decoding import _Batch
+from transformers_dspark.static_round import StaticRound
+from transformers_dspark.target import few_rows_linears
+
+from .conftest import ragged, texts_of
+
+
+class InStaticRounds:
+    """The batched loop's prompts, then rounds of fixed shape with these budgets, over and over."""
+
+    def __init__(self, *budgets, watch=None):
+        self.budgets, self.watch, self.results = budgets, watch, []
+
+    def __call__(
+        self, target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, **model_kwargs
+    ):
+        batch = _Batch(
+            target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs
+        )
+        with torch.no_grad(), batch.taps, few_rows_linears(target, drafter), batch.attention():
+            batch.prefill()
+            rows = len(batch.ends)
+            order = [batch.places.index(row) for row in range(rows)]  # rows that have ended already changed places
+            batch.cache.rearrange([*order, 0], batch.cache.context.capacity)
+            state = StaticRound(
+                drafter,
+                batch.taps,
+                batch.cache,
+                torch.nn.functional.pad(batch.text, (0, 1)),
+                torch.tensor(batch.ends),
+                torch.tensor(batch.inputs.shifts),
+                batch._processors,
+                batch._eos_ids,
+                width=batch.options.width,
+                vocabulary=batch._vocabulary,
+                sampling=batch._noise is not None,
+            )
+            state.live &= ~torch.isin(batch.text[:, batch.start], torch.tensor(sorted(batch._eos_ids)))
+            while state.live.any():
+                if batch._noise is not None:
+                    rows_left = state.live.nonzero().flatten()
+                    drawn = batch._noise(rows_left.tolist(), 2 * batch._gamma + 1, batch.device)
+                    state.uniforms[rows_left] = drawn
+                budget = self.budgets[len(self.results) % len(self.budgets)]
+                with self.watch or torch.no_grad():
+                    result = state(budget)
+                assert not result.failed.any()
+                self.results.append(result)
+        length = int(state.ends.max())
+        behind = torch.arange(length) >= state.ends[:, None]
+        return state.text[:, :length].masked_fill(behind, batch.inputs.pad_id)
+
+    def accepted_lengths(self, row):
+        return [int(result.kept[row]) for result in self.results if result.kept[row]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt-oss", "gpt2"])
+@pytest.mark.parametrize("budgets", [(0, 3, 1, 9), (40,)], ids=str)
+def test_greedy_is_plain_generation(lab, kind, budgets):
+    target, (ids, mask) = lab.target(kind), ragged(3)
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 21}
+    plain = target.generate(ids, **options)
+    eos = [int(plain[0, 15]), int(plain[2, 24])]
+    for extra in ({}, {"eos_token_id": eos, "pad_token_id": 0}):
+        plain = target.generate(ids, **options, **extra)
+        drafter = lab.knowing(texts_of(plain, mask), block_size=4)
+        loop = InStaticRounds(*budgets)
+        assert torch.equal(target.generate(ids, custom_generate=loop, drafter=drafter, **options, **extra), plain)
+        assert all(int(result.sent.sum()) <= budget for result, budget in zip(loop.results, budgets, strict=False))
+        assert extra or max(loop.accepted_lengths(0)) > 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.7},
+        {"do_sample": True, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"do_sample": True, "eos_token_id": [7, 30, 21], "pad_token_id": 0},
+    ],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_tokens_and_accepted_lengths_are_those_of_the_loop(lab, head, options):
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(markov_head_type=head, markov_rank=8), ragged(4)
+    config = DSparkGenerationConfig(
+        dspark_loop="batched", seed=[3, 1, 4, 15], max_new_tokens=20, return_dict_in_generate=True, **options
+    )
+    call = {"attention_mask": mask, "generation_config": config, "drafter": drafter}
+    ours = target.generate(ids, assistant_model=drafter, attention_mask=mask, generation_config=config)
+    loop = InStaticRounds(4 * drafter.config.num_draft_tokens)
+    assert torch.equal(target.generate(ids, custom_generate=loop, **call), ours.sequences)
+    assert [loop.accepted_lengths(row) for row in range(4)] == ours.dspark.accepted_lengths
+
+
+class NothingReadBack(TorchDispatchMode):
+    """Fails where a value of a tensor would travel to the host, or a shape would depend on one."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        assert not name.startswith(("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")), name
+        if name.startswith(("aten::index.", "aten::index_put")):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), name
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, {"do_sample": True, "top_k": 9, "temperature": 0.7}], ids=str
+)
+def test_nothing_is_read_back(lab, options):
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(enable_confidence_head=True), ragged(3)
+    loop = InStaticRounds(7, watch=NothingReadBack())
+    target.generate(ids, attention_mask=mask, custom_generate=loop, drafter=drafter, max_new_tokens=9, **options)
+    assert loop.results
