@@ -52,7 +52,7 @@ class RoundResult(NamedTuple):
 
 
 class StaticContext(RaggedContext):
-    """What a [`RaggedContext`] holds, shared with it; blocks are staged behind its capacity, whatever its rows hold."""
+    """What a [`RaggedContext`] holds, shared with it; blocks are staged behind its capacity, not behind its rows."""
 
     def __init__(self, context: RaggedContext, entries: torch.Tensor) -> None:
         vars(self).update(vars(context))
