@@ -12,6 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 from .configuration_dspark import DSparkConfig
+from .masks_dspark import Mask
 
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
@@ -107,16 +108,19 @@ class DSparkAttention(nn.Module):
         values = raw if self.v_proj is None else self.v_proj(states).view(shape)
         return _rotated(self.k_norm(raw), *cos_sin).transpose(1, 2), self.v_norm(values).transpose(1, 2)
 
-    def forward(
-        self, states: torch.Tensor, cos_sin: KeysValues, join: Join, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Mixes `(rows, n, hidden)` block states; `mask` is True where a query may look, `None` shows all."""
+    def forward(self, states: torch.Tensor, cos_sin: KeysValues, join: Join, mask: Mask) -> torch.Tensor:
+        """
+        Mixes `(rows, n, hidden)` block states; `mask` is True where a query may look, `None` shows all, and a function
+        attends itself: of queries, keys, values and scale it makes what they mix to, all `(rows, heads, n, head_dim)`.
+        """
         raw = self.q_norm(self.q_proj(states).view(*states.shape[:-1], -1, self.head_dim))
         queries = _rotated(raw, *cos_sin).transpose(1, 2)
         keys, values = join(*self.keys_values(states, cos_sin))
         rows, heads, length, dim = queries.shape
         group, sinks = heads // keys.shape[1], self.attention_sink_bias
-        if sinks is None and (mask is None or length <= dim):
+        if callable(mask):
+            mixed = mask(queries, keys, values, self.scaling)
+        elif sinks is None and (mask is None or length <= dim):
             # the heads of a group become more rows: only the mask, if there is one, is copied, and not the keys
             folded = queries.reshape(rows, keys.shape[1], group * length, dim)
             if mask is not None:
@@ -199,6 +203,9 @@ class DSparkLayer(nn.Module):
     """A decoder layer: Qwen3's pre-norm form, or Gemma4's sandwich norms with a layer scalar."""
 
     layer_scalar: torch.Tensor
+    # As the layers of Transformers have it, whose own base class for that would import every model.
+    gradient_checkpointing = False
+    _gradient_checkpointing_func: Callable[..., torch.Tensor]
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -212,9 +219,12 @@ class DSparkLayer(nn.Module):
             self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.register_buffer("layer_scalar", torch.ones(1))
 
-    def forward(
-        self, states: torch.Tensor, cos_sin: KeysValues, join: Join, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, cos_sin: KeysValues, join: Join, mask: Mask) -> torch.Tensor:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            return self._gradient_checkpointing_func(self._forward, states, cos_sin, join, mask)
+        return self._forward(states, cos_sin, join, mask)
+
+    def _forward(self, states: torch.Tensor, cos_sin: KeysValues, join: Join, mask: Mask) -> torch.Tensor:
         mixed = self.self_attn(self.input_layernorm(states), cos_sin, join, mask)
         if not self.sandwich:
             states = states + mixed

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from .configuration_dspark import SLIDING, DSparkConfig
 
 
-Masks = dict[str, "torch.Tensor | None"]  # by layer type; `None` shows everything
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+Mask = torch.Tensor | Attend | None  # `None` shows everything; a function does the attention itself
+Masks = dict[str, Mask]  # by layer type
 
 
 def block_masks(
@@ -45,11 +50,8 @@ def block_masks(
                 conditions.append(keys >= anchors - config.sliding_window)
             else:
                 conditions.append(keys > queries - config.sliding_window)
-        mask = conditions[0] if conditions else None
-        for condition in conditions[1:]:
-            mask = condition if mask is None else mask & condition
-        masks[kind] = mask
+        masks[kind] = functools.reduce(torch.logical_and, conditions) if conditions else None
     return masks
 
 
-__all__ = ["Masks", "block_masks"]
+__all__ = ["Attend", "Mask", "Masks", "block_masks"]

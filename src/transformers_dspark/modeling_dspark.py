@@ -70,6 +70,7 @@ class DSparkDrafter(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "taps"
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
     _no_split_modules = ["DSparkLayer"]  # noqa: RUF012 (Transformers declares it so)
     _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}  # noqa: RUF012
     _auto_class = "AutoModel"  # saved folders bring this code: `trust_remote_code` opens them without the package
@@ -219,7 +220,7 @@ class DSparkDrafter(PreTrainedModel):
         position_ids: torch.Tensor,
         block_ids: torch.Tensor,
         block_position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Masks | None = None,
     ) -> torch.Tensor:
         """
         Block states for any number of packed blocks, without a cache (training and scoring).
@@ -242,9 +243,9 @@ class DSparkDrafter(PreTrainedModel):
         def join(index: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             return torch.cat((context[index][0], keys), dim=2), torch.cat((context[index][1], values), dim=2)
 
-        return self._backbone(
-            block_ids, block_position_ids, join, self._masks(position_ids, block_position_ids, attention_mask)
-        )
+        if not isinstance(attention_mask, dict):
+            attention_mask = self._masks(position_ids, block_position_ids, attention_mask)
+        return self._backbone(block_ids, block_position_ids, join, attention_mask)
 
     def new_context(self) -> DSparkContext:
         """An empty context for one call of a decoding loop."""

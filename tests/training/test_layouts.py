@@ -69,7 +69,8 @@ def test_loss_by_hand(name, target):
     anchors, size = torch.tensor([[3, 6]]), config.block_size
     blocks = pack_blocks(ids, mask, anchors, torch.tensor([[True, True]]), size, config.mask_token_id, first)
     weights = LossWeights(cross_entropy=0.7, l1=0.3, confidence=0.0, decay=2.0)
-    loss = Objective(drafter, weights).backward(taps, last, blocks)
+    loss = Objective(drafter, weights)(taps, last, blocks)
+    loss.total.backward()
     states = drafter(taps, torch.arange(12)[None], blocks.ids, blocks.position_ids, block_mask(blocks, 12))
     vocabulary, total, denominator = drafter.draft_vocabulary(), 0.0, 0.0
     if config.has_reduced_vocabulary:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 
 
@@ -29,32 +31,39 @@ class Blocks:
     labels: torch.Tensor
     valid: torch.Tensor
 
+    def to(self, device: torch.device) -> Blocks:
+        """The same on a device."""
+        return Blocks(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+
 
 def sample_anchors(
-    loss_mask: torch.Tensor, num: int, generator: torch.Generator | None = None
+    loss_mask: torch.Tensor, num: int, generators: Sequence[np.random.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Draws up to `num` distinct anchors a row among the positions where both the token and the next one are learned.
 
     Args:
-        loss_mask (`torch.Tensor` of shape `(rows, length)`): Nonzero at tokens that the target wrote.
+        loss_mask (`torch.Tensor` of shape `(rows, length)`): Nonzero at tokens that the target wrote; on the CPU.
         num (`int`): Anchors a row.
-        generator (`torch.Generator`, *optional*): On `loss_mask`'s device.
+        generators (`Sequence[np.random.Generator]`): One a row, so that a row's anchors depend neither on the rows
+            beside it nor on its padding.
 
     Returns:
-        Positions `(rows, num)`, ascending, and a mask `(rows, num)` that is False for rows with fewer candidates.
+        Positions `(rows, n)`, ascending, with `n` the most that a row has, at least 1, and a mask `(rows, n)` that is
+        False for rows with fewer.
 
     Source: DSpark paper, training (random anchors of each sequence).
     """
-    learned = loss_mask > 0
-    candidates = torch.zeros_like(learned)
-    candidates[:, :-1] = learned[:, :-1] & learned[:, 1:]
-    num = min(num, candidates.shape[1])
-    keys = torch.rand(candidates.shape, generator=generator, device=candidates.device).masked_fill(~candidates, -1.0)
-    top, positions = keys.topk(num, dim=1)
-    keep = top >= 0
-    positions, order = positions.masked_fill(~keep, candidates.shape[1] - 1).sort(dim=1)
-    return positions, keep.gather(1, order)
+    learned = loss_mask.numpy() > 0
+    drawn = []
+    for row, generator in zip(learned, generators, strict=True):
+        candidates = np.flatnonzero(row[:-1] & row[1:])
+        drawn.append(np.sort(generator.choice(candidates, min(num, len(candidates)), replace=False)))
+    positions = np.full((len(drawn), max(1, *map(len, drawn))), max(loss_mask.shape[1] - 1, 0))
+    keep = np.zeros(positions.shape, dtype=bool)
+    for row, found in enumerate(drawn):
+        positions[row, : len(found)], keep[row, : len(found)] = found, True
+    return torch.from_numpy(positions), torch.from_numpy(keep)
 
 
 def pack_blocks(

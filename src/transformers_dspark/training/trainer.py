@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
@@ -153,7 +154,6 @@ class Trainer:
         sums = torch.compile(loss_sums, dynamic=True) if cuda else loss_sums
         self.objective = Objective(self.drafter, arguments.losses, sums=sums)
         self.optimizers = optimizers(self.drafter, arguments)
-        self.anchor_generator = torch.Generator(target.device).manual_seed(arguments.seed)
         self.steps_per_epoch = count_batches(self.train_set, arguments.tokens_per_batch, arguments.seed)
         self.max_steps = max(1, round(arguments.epochs * self.steps_per_epoch))
         self.step, self.seconds, self.evaluations = 0, 0.0, 0
@@ -213,10 +213,11 @@ class Trainer:
 
     def _step(self, input_ids: torch.Tensor, loss_mask: torch.Tensor) -> dict[str, torch.Tensor]:
         device, config, a = self.target.device, self.drafter.config, self.arguments
-        input_ids, loss_mask = input_ids.to(device, non_blocking=True), loss_mask.to(device, non_blocking=True)
-        anchors, keep = sample_anchors(loss_mask, a.anchors, self.anchor_generator)
+        generators = [np.random.default_rng((a.seed, self.step, row)) for row in range(len(input_ids))]
+        anchors, keep = sample_anchors(loss_mask, a.anchors, generators)
         form = config.block_size, config.mask_token_id, config.first_draft_row
-        blocks = pack_blocks(input_ids, loss_mask, anchors, keep, *form)
+        blocks = pack_blocks(input_ids, loss_mask, anchors, keep, *form).to(device)
+        input_ids = input_ids.to(device, non_blocking=True)
         rate = self.learning_rate()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -224,12 +225,17 @@ class Trainer:
         with self._precision(), sdpa_kernel(ATTENTION):
             with torch.no_grad():
                 taps, last_hidden = target_states(self.target, input_ids, config.target_layer_ids)
-            loss = self.objective.backward(taps, last_hidden, blocks)
+            loss = self.objective(taps, last_hidden, blocks)
+        loss.total.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), a.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return {**loss.__dict__, "gradient_norm": norm, "learning_rate": torch.tensor(rate)}
+        return {
+            **{name: part.detach() for name, part in loss.__dict__.items()},
+            "gradient_norm": norm,
+            "learning_rate": torch.tensor(rate),
+        }
 
     def _precision(self) -> torch.autocast:
         low = self.target.dtype in (torch.bfloat16, torch.float16)
@@ -257,7 +263,6 @@ class Trainer:
         state = {
             "drafter": self.drafter.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "anchors": self.anchor_generator.get_state(),
             "counters": {"step": self.step, "seconds": self.seconds, "evaluations": self.evaluations},
             "run": self._identity(),
         }
@@ -290,7 +295,6 @@ class Trainer:
             self.drafter.load_state_dict(state["drafter"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
-            self.anchor_generator.set_state(state["anchors"].cpu())
             counters = state["counters"]
             self.step, self.seconds, self.evaluations = (counters[k] for k in ("step", "seconds", "evaluations"))
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
