@@ -45,6 +45,15 @@ def test_options_saved_beside_the_drafter():
     assert DraftingOptions.resolve(ours, drafter) == DraftingOptions(2, 0.0, 1)
 
 
+def test_a_table_saved_beside_the_drafter_can_be_switched_off():
+    saved = DSparkGenerationConfig(step_cost_table="costs.json")
+    drafter = SimpleNamespace(config=DRAFTER.config, generation_config=saved)
+    assert DraftingOptions.resolve(completed(GenerationConfig()), drafter).verify_mode == "compact"
+    off = completed(DSparkGenerationConfig(step_cost_table=False))
+    assert DraftingOptions.resolve(off, drafter) == DraftingOptions(5)
+    assert off.to_dict()["step_cost_table"] is False
+
+
 def test_save_and_load(tmp_path):
     config = DSparkGenerationConfig(max_verify_tokens=3, seed=7, assistant_confidence_threshold=0.25, max_new_tokens=9)
     config.save_pretrained(tmp_path)

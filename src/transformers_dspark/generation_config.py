@@ -38,7 +38,7 @@ class DSparkGenerationConfig(GenerationConfig):
             `"compact"` with a cost table, else to `"static"`.
         step_cost_table (`str`, `os.PathLike` or `StepCostTable`, *optional*): What a step of the target costs on this
             machine, as measured by `dspark profile`. With it, rows and batches for which drafting does not pay decode
-            without drafts.
+            without drafts. `False` switches off one that is saved beside the drafter.
         scheduler (`str`): `"lagged"` takes the budget from confidences two rounds old, `"causal"` stops at the first
             token that does not pay.
         max_verify_tokens (`int`, *optional*): Most drafted tokens sent to the target per row and round. Defaults to
@@ -67,7 +67,7 @@ class DSparkGenerationConfig(GenerationConfig):
     def to_dict(self) -> dict[str, Any]:
         """As for any configuration; a table of step costs becomes the plain numbers it is loaded from."""
         table = getattr(self, "step_cost_table", None)
-        plain = {} if table is None or isinstance(table, (str, os.PathLike, dict)) else table.to_dict()
+        plain = {} if table is None or isinstance(table, (bool, str, os.PathLike, dict)) else table.to_dict()
         return super().to_dict() | ({"step_cost_table": plain} if plain else {})
 
     def validate(self, *args: Any, **kwargs: Any) -> None:
@@ -146,6 +146,7 @@ class DraftingOptions:
                 "lacks: leave it at 0."
             )
         table = _given("step_cost_table", generation_config, beside)
+        table = None if table is False else table
         schedules = table is not None and drafter.config.enable_confidence_head
         mode = _given("verify_mode", generation_config, beside) or ("compact" if schedules else "static")
         if mode != "static" and not schedules:
