@@ -412,8 +412,9 @@ def target_facts(target: PreTrainedModel) -> dict[str, Any]:
     """What the seconds of a target's step depend on, apart from the machine."""
     config = target.config.get_text_config(decoder=True)
     sizes = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    name = str(getattr(target.config, "name_or_path", "") or "")
     return {
-        "id": str(getattr(target.config, "name_or_path", "") or ""),
+        "id": Path(name).name if Path(name).is_dir() else name,  # a file of figures names no folders of a machine
         **{name: getattr(config, name, None) for name in sizes},
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
