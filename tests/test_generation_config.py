@@ -1,12 +1,14 @@
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from transformers_dspark import DSparkConfig, DSparkDrafter, DSparkGenerationConfig
+from transformers_dspark import DSparkConfig, DSparkDrafter, DSparkGenerationConfig, StepCostTable
 from transformers_dspark.generation_config import DraftingOptions, options_beside
+from transformers_dspark.step_costs import StepCost
 
 
 DRAFTER = SimpleNamespace(config=SimpleNamespace(num_draft_tokens=5, enable_confidence_head=True))
@@ -69,6 +71,10 @@ def test_save_and_load(tmp_path):
         ({"scheduler": "greedy"}, ValueError),
         ({"seed": ["a", "b"]}, ValueError),
         ({"seed": 1.5}, ValueError),
+        ({"seed": [1, None]}, ValueError),
+        ({"seed": 2**63}, ValueError),
+        ({"step_cost_table": 3}, ValueError),
+        ({"step_cost_table": ["costs.json"]}, ValueError),
         ({"max_verify_tokens": -1}, ValueError),
         ({"assistant_confidence_threshold": 2}, ValueError),
     ],
@@ -76,6 +82,19 @@ def test_save_and_load(tmp_path):
 def test_out_of_range(options, error):
     with pytest.raises(error, match=next(iter(options))):
         DSparkGenerationConfig(**options)
+
+
+def test_options_of_a_call_are_looked_at_as_well():
+    for name, value in (("num_assistant_tokens", torch.tensor([1, 2])), ("step_cost_table", 3), ("seed", [1, None])):
+        config = completed(DSparkGenerationConfig())
+        setattr(config, name, value)
+        with pytest.raises(ValueError, match=name):
+            DraftingOptions.resolve(config, DRAFTER)
+
+
+def test_seeds_of_rows():
+    assert DraftingOptions(5, seed=np.int64(7)).seed_of(2) == 9
+    assert DraftingOptions(5, seed=[7, np.int64(1)]).seed_of(1) == 1
 
 
 def greedy_lengths(target, drafter, prompt):
@@ -111,6 +130,24 @@ def test_options_in_the_drafters_folder(tmp_path):
     call = DSparkGenerationConfig(max_verify_tokens=1, max_new_tokens=6, return_dict_in_generate=True)
     out = target.generate(prompt, assistant_model=carrying, generation_config=call)
     assert max(out.dspark.verify_lengths[0]) == 1
+
+
+def test_a_table_itself_is_saved_beside_the_drafter(tmp_path):
+    """The loaded options hold its numbers, and calls schedule by them."""
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8}
+    target = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, eos_token_id=None)).eval()
+    drafter = DSparkDrafter(
+        DSparkConfig(**shape, num_hidden_layers=1, target_layer_ids=[0], block_size=4, enable_confidence_head=True)
+    )
+    table = StepCostTable([StepCost(1, tokens, 0, 1.0 + tokens) for tokens in (1, 5)])
+    drafter.generation_config = DSparkGenerationConfig(step_cost_table=table)
+    drafter.save_pretrained(tmp_path)
+    loaded = DSparkDrafter.from_pretrained(tmp_path)
+    assert StepCostTable.load(loaded.generation_config.step_cost_table).to_dict() == table.to_dict()
+    out = target.generate(
+        torch.tensor([[3, 1, 4]]), assistant_model=loaded, max_new_tokens=8, return_dict_in_generate=True
+    )
+    assert out.dspark.schedule["rounds"] == out.dspark.rounds
 
 
 def test_options_on_the_hub(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,14 @@ class DSparkGenerationConfig(GenerationConfig):
 
     Args:
         dspark_loop (`str`): `"transformers"` is the assisted loop of Transformers, for batch size 1; `"batched"` is
-            ours, for any batch size; `"auto"` takes the first for one prompt without a cost table, else the second.
+            ours, for any batch size; `"auto"` takes the first for one prompt without a cost table, else the second, which
+            also goes on from its own caches.
         verify_mode (`str`, *optional*): `"static"` verifies every drafted token; `"compact"` only those that the
             schedule admits; `"cap-accept"` verifies all and commits no more than compact would. Defaults to
             `"compact"` with a cost table, else to `"static"`.
-        step_cost_table (`str`, `os.PathLike` or `StepCostTable`, *optional*): What a step of the target costs on this
-            machine, as measured by `dspark profile`. With it, rows and batches for which drafting does not pay decode
-            without drafts. `False` switches off one that is saved beside the drafter.
+        step_cost_table (`str`, `os.PathLike`, `Mapping` or `StepCostTable`, *optional*): What a step of the target
+            costs on this machine, as measured by `dspark profile`. With it, rows and batches for which drafting does
+            not pay decode without drafts. `False` switches off one that is saved beside the drafter.
         scheduler (`str`): `"lagged"` takes the budget from confidences two rounds old, `"causal"` stops at the first
             token that does not pay.
         max_verify_tokens (`int`, *optional*): Most drafted tokens sent to the target per row and round. Defaults to
@@ -80,8 +82,8 @@ class DSparkGenerationConfig(GenerationConfig):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")
         _check_range("max_verify_tokens", self.max_verify_tokens, 0, None)
-        for seed in self.seed if isinstance(self.seed, (list, tuple)) else [self.seed]:
-            _check_range("seed", seed, 0, None)
+        _check_seed(self.seed)
+        _check_table(self.step_cost_table)
         _check_range("assistant_confidence_threshold", self.assistant_confidence_threshold, 0.0, 1.0)
 
 
@@ -110,8 +112,8 @@ class DraftingOptions:
 
     def seed_of(self, row: int) -> int | None:
         """Seed of a row; `None` leaves it to PyTorch's global generator."""
-        if self.seed is None or isinstance(self.seed, int):
-            return None if self.seed is None else self.seed + row
+        if not isinstance(self.seed, (list, tuple)):
+            return None if self.seed is None else int(self.seed) + row
         if row >= len(self.seed):
             raise ValueError(f"seed has {len(self.seed)} numbers, and there are more rows: give one for each.")
         return int(self.seed[row])
@@ -146,16 +148,19 @@ class DraftingOptions:
                 "lacks: leave it at 0."
             )
         table = _given("step_cost_table", generation_config, beside)
+        _check_table(table)
         table = None if table is False else table
         schedules = table is not None and drafter.config.enable_confidence_head
         mode = _given("verify_mode", generation_config, beside) or ("compact" if schedules else "static")
         if mode != "static" and not schedules:
             lacks = "step_cost_table, see `dspark profile`" if table is None else "a drafter with a confidence head"
             raise ValueError(f"verify_mode={mode!r} needs {lacks}: or use 'static'.")
+        seed = _given("seed", generation_config, beside)
+        _check_seed(seed)
         return cls(
             width=min([gamma, *(value for value in asked if value is not None)]),
             confidence_threshold=threshold,
-            seed=_given("seed", generation_config, beside),
+            seed=seed,
             loop=_given("dspark_loop", generation_config, beside) or "auto",
             verify_mode=mode,
             scheduler=_given("scheduler", generation_config, beside) or "lagged",
@@ -205,20 +210,40 @@ def _given(name: str, *configs: GenerationConfig | None) -> Any:
     for config in configs:
         value = getattr(config, name, None)
         ours = isinstance(config, DSparkGenerationConfig) and name == "assistant_confidence_threshold"
-        if value is not None and (ours or value != generation_defaults().get(name)):
+        default = generation_defaults().get(name)
+        if value is not None and (ours or not (isinstance(value, type(default)) and value == default)):
             return value
     return None
 
 
+def _check_seed(value: Any) -> None:
+    # a row's number is added to it, and generators take 64 bits
+    listed = isinstance(value, (list, tuple))
+    if listed and None in value:
+        raise ValueError(f"seed={value!r} must name a whole number for each row.")
+    for seed in value if listed else [value]:
+        _check_range("seed", seed, 0, 2**63 - 1)
+
+
+def _check_table(value: Any) -> None:
+    known = value is None or value is False or isinstance(value, (str, os.PathLike, Mapping))
+    if not known and not callable(getattr(value, "curve", None)):
+        raise ValueError(
+            f"step_cost_table={value!r} must be the path of a table that `dspark profile` wrote, a StepCostTable, or "
+            "what its to_dict() returns."
+        )
+
+
 def _check_range(name: str, value: Any, low: float, high: float | None) -> None:
-    """A range without an upper end is one of whole numbers."""
+    """A range that begins with an `int` is one of whole numbers."""
     if value is None:
         return
-    kind: Any = numbers.Integral if high is None else numbers.Real
+    whole = isinstance(low, int)
     most = math.inf if high is None else high
+    kind: Any = numbers.Integral if whole else numbers.Real
     if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= most:  # NaN is in no range
-        allowed = f"a whole number of at least {low}" if high is None else f"in {low}..{high}"
-        raise ValueError(f"{name}={value!r} must be {allowed}.")
+        bounds = f"of at least {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name}={value!r} must be {'a whole number ' if whole else ''}{bounds}.")
 
 
 __all__ = ["DSparkGenerationConfig", "DraftingOptions", "eos_ids", "options_beside"]

@@ -19,6 +19,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
 from . import _compat
+from .cache import RaggedCache
 from .candidates import DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
 from .decoding import batched_decoding
@@ -124,7 +125,9 @@ def assisted_decoding(
         ValueError: several prompts for the assisted loop, or inputs that contradict each other.
     """
     options = DraftingOptions.resolve(generation_config, assistant_model)
-    if options.loop == "batched" or (options.loop == "auto" and (len(input_ids) != 1 or options.step_cost_table)):
+    cache = kwargs.get("cache")
+    ours = len(input_ids) != 1 or options.step_cost_table is not None or isinstance(cache, RaggedCache)
+    if options.loop == "batched" or (options.loop == "auto" and ours):
         if kwargs.pop("synced_gpus", False):
             raise NotImplementedError(
                 "The batched loop does not keep several processes in step (synced_gpus): generate for one prompt at a "
@@ -133,7 +136,6 @@ def assisted_decoding(
         return batched_decoding(
             target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, **kwargs
         )
-    cache = kwargs.get("cache")
     _check_call(target, input_ids, cache)
     processors = SpeculativeProcessors(logits_processor, eos_ids(generation_config))
     with_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)

@@ -267,12 +267,12 @@ class StepCostTable:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> StepCostTable:
+    def load(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> StepCostTable:
         """
         Reads a table that [`~StepCostTable.save`] wrote, or one of SGLang's two forms.
 
         Args:
-            path (`str` or `os.PathLike`): The JSON file.
+            source (`str`, `os.PathLike` or `Mapping`): The JSON file, or what it holds.
 
         Raises:
             ValueError: it holds no table of step costs.
@@ -282,7 +282,7 @@ class StepCostTable:
         (steps per second by packed tokens); both know neither context nor target.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = source if isinstance(source, Mapping) else json.loads(Path(source).read_text(encoding="utf-8"))
             if "bias_seconds" in values:
                 return cls(_additive(values))
             if "sample_batch_tokens" in values:
@@ -299,7 +299,7 @@ class StepCostTable:
             )
         except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(
-                f"{os.fspath(path)} is no table of step costs ({type(error).__name__}: {error}); write one with "
+                f"{str(source)[:200]} is no table of step costs ({type(error).__name__}: {error}); write one with "
                 "`dspark profile`."
             ) from error
 

@@ -59,6 +59,17 @@ def test_rows_grow_differently(lab, kind):
     assert torch.equal(target.generate(ids, attention_mask=mask, **GREEDY), again)
 
 
+def test_a_single_row_goes_on_in_the_loop_that_made_its_cache(lab):
+    target, ids = lab.target(), ragged(1)[0]
+    batched = DSparkGenerationConfig(dspark_loop="batched")
+    first = target.generate(ids, assistant_model=lab.drafter(), generation_config=batched, **OUT)
+    ids = torch.tensor(second_turn(first.sequences, torch.ones_like(ids), (4,)))
+    options = {"cache": first.cache, "assistant_model": lab.drafter(), **GREEDY}
+    ours, seen = count_tokens(target, lambda: target.generate(ids, **options))
+    assert torch.equal(ours, target.generate(ids, **GREEDY))
+    assert seen[0] == 1 + 4
+
+
 def test_texts_that_end_and_differ(lab):
     """Rows that ended early, one whose second text differs in the middle, one from the start, one that is shorter."""
     target, (ids, mask) = lab.target(), ragged(4)

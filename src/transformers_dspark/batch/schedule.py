@@ -143,7 +143,7 @@ def _table(given: str | os.PathLike[str] | Mapping[str, Any] | StepCostTable | N
     if given is None or isinstance(given, StepCostTable):
         return given
     try:
-        return StepCostTable.load(given)  # type: ignore[arg-type]
+        return StepCostTable.load(given)
     except OSError as error:
         raise ValueError(
             f"step_cost_table={str(given)!r} cannot be read ({error}): make one with `dspark profile`."
