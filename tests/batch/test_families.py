@@ -26,8 +26,9 @@ GREEDY = {"do_sample": False, "max_new_tokens": 20}
 
 
 def plain_and_ours(lab, kind, rows, drafters, **options):
+    """Greedy, unless `options` say what is generated."""
     target, (ids, mask) = lab.target(kind), ragged(rows)
-    options = {**GREEDY, "attention_mask": mask, **options}
+    options = {**({} if options else GREEDY), "attention_mask": mask, **options}
     plain = target.generate(ids, **options)
     for make in drafters:
         yield plain, target.generate(ids, assistant_model=make(texts_of(plain, mask)), **options)
