@@ -107,7 +107,20 @@ def test_a_saved_table_is_the_same(tmp_path) -> None:
     assert len(loaded.unstable) == json.loads(file.read_text())["unstable"] == 1
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "dspark-step-costs"}', '{"bias_seconds": 1}', "3"])
+@pytest.mark.parametrize(("rows", "tokens"), [(1.5, 2), (1, float("nan")), (10**30, 2)])
+def test_counts_are_whole_numbers(rows, tokens) -> None:
+    with pytest.raises(ValueError, match="whole numbers from 1 on"):
+        StepCostTable([StepCost(rows, tokens, 0, 1.0)])
+
+
+def test_a_draft_is_measured_once() -> None:
+    with pytest.raises(ValueError, match="one draft for each number of rows"):
+        StepCostTable([StepCost(1, 1, 0, 1.0)], [DraftCost(1, 1.0), DraftCost(1, 2.0)])
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "", "[]", "{}", '{"format": "dspark-step-costs"}', '{"bias_seconds": 1}', "3"]
+)
 def test_files_that_hold_no_table(tmp_path, text) -> None:
     file = tmp_path / "costs.json"
     file.write_text(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -94,10 +95,14 @@ class StepCostTable:
         if not self.steps:
             raise ValueError("A table of step costs needs at least one measured step.")
         for cost in self._costs:
-            if min(cost.rows, getattr(cost, "tokens", 1), getattr(cost, "context", 0) + 1) < 1:
-                raise ValueError(f"{cost}: rows and tokens must be 1 or more, context 0 or more.")
+            counts = cost.rows, getattr(cost, "tokens", 1), getattr(cost, "context", 0) + 1
+            if not all(isinstance(n, numbers.Integral) and 1 <= n < 2**31 for n in counts):
+                raise ValueError(f"{cost}: rows and tokens must be whole numbers from 1 on, context one from 0 on.")
             if not (0 < cost.seconds < math.inf and 0 <= cost.spread < math.inf):
                 raise ValueError(f"{cost}: seconds must be finite and above 0, the spread finite and not negative.")
+
+        if len({cost.rows for cost in self.drafts}) < len(self.drafts):
+            raise ValueError("A table of step costs takes one draft for each number of rows.")
 
     def predict(self, rows: int, tokens: Any, context: float) -> Any:
         """
@@ -297,7 +302,7 @@ class StepCostTable:
                 target=dict(values["target"]),
                 measured=dict(values["measured"]),
             )
-        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError) as error:
             raise ValueError(
                 f"{str(source)[:200]} is no table of step costs ({type(error).__name__}: {error}); write one with "
                 "`dspark profile`."

@@ -61,8 +61,8 @@ def test_rows_grow_differently(lab, kind):
 
 def test_a_single_row_goes_on_in_the_loop_that_made_its_cache(lab):
     target, ids = lab.target(), ragged(1)[0]
-    batched = DSparkGenerationConfig(dspark_loop="batched")
-    first = target.generate(ids, assistant_model=lab.drafter(), generation_config=batched, **OUT)
+    batched = DSparkGenerationConfig(dspark_loop="batched", **OUT)
+    first = target.generate(ids, assistant_model=lab.drafter(), generation_config=batched)
     ids = torch.tensor(second_turn(first.sequences, torch.ones_like(ids), (4,)))
     options = {"cache": first.cache, "assistant_model": lab.drafter(), **GREEDY}
     ours, seen = count_tokens(target, lambda: target.generate(ids, **options))
