@@ -96,7 +96,7 @@ class StepCostTable:
             raise ValueError("A table of step costs needs at least one measured step.")
         for cost in self._costs:
             counts = cost.rows, getattr(cost, "tokens", 1), getattr(cost, "context", 0) + 1
-            if not all(isinstance(n, numbers.Integral) and 1 <= n < 2**31 for n in counts):
+            if not all(isinstance(n, numbers.Integral) and 1 <= int(n) < 2**31 for n in counts):
                 raise ValueError(f"{cost}: rows and tokens must be whole numbers from 1 on, context one from 0 on.")
             if not (0 < cost.seconds < math.inf and 0 <= cost.spread < math.inf):
                 raise ValueError(f"{cost}: seconds must be finite and above 0, the spread finite and not negative.")
