@@ -25,6 +25,7 @@ _EXPORTS = {
     "DSparkGenerateOutput": "telemetry",
     "DSparkGenerationConfig": "generation_config",
     "GenerationStats": "telemetry",
+    "RoundRecord": "telemetry",
     "StepCostTable": "step_costs",
     "generate": "slot",
 }
@@ -37,6 +38,7 @@ __all__ = [
     "DSparkGenerateOutput",
     "DSparkGenerationConfig",
     "GenerationStats",
+    "RoundRecord",
     "StepCostTable",
     "__version__",
     "generate",
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
     from .modeling_dspark import DSparkDrafter
     from .slot import generate
     from .step_costs import StepCostTable
-    from .telemetry import DSparkGenerateOutput, GenerationStats
+    from .telemetry import DSparkGenerateOutput, GenerationStats, RoundRecord
 
 
 def __getattr__(name: str) -> Any:

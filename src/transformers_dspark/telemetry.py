@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -117,6 +117,83 @@ class GenerationStats:
         }
 
 
+@dataclass(frozen=True)
+class BlockCeiling:
+    """
+    How far a drafted block would have been accepted, had it been verified whole.
+
+    Where nothing was trimmed, or the trimmed part was verified as well, both bounds are the accepted length. Else they
+    bound its expectation over the acceptance tests of what was trimmed.
+
+    Args:
+        row (`int`): The row.
+        round (`int`): The round that drafted the block; a block whose tail was trimmed may be settled later.
+        lower, upper (`float`): Bounds in tokens, bonus included as in accepted lengths.
+    """
+
+    row: int
+    round: int
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """
+    What one round did, as plain numbers: what `round_callback` receives, and a line of its JSONL file. Lists hold one
+    entry for each row that took part, in the order of `rows`.
+
+    Args:
+        round (`int`): Number of the round within its call, from 1.
+        mode (`str`): The call's `verify_mode`.
+        rows (`list[int]`): The rows that took part, numbered as the caller gave them.
+        drafted (`list[int]`): Drafted tokens that could have been verified; 0 for a row that did not draft.
+        admitted (`list[int]`): Those that the schedule let through; their sum is the budget.
+        sent (`list[int]`): Those sent to the target; in cap-accept all that were drafted, else the admitted ones.
+        accepted (`list[int]`): Those accepted and committed.
+        committed (`list[int]`): Tokens committed, bonus included.
+        tokens (`int`): Packed tokens of the target's step, one anchor for each row and the drafts sent.
+        context (`float`): Entries of a row in the target's cache before the round, on average.
+        draft_seconds, verify_seconds (`float`): Measured time of drafting, and of the target's step with acceptance.
+        predicted_draft_seconds, predicted_verify_seconds (`float`, *optional*): What the table of step costs expected.
+        confidences (`list[list[float]]`): Of the `drafted` tokens of each row; empty lists without a confidence head.
+        ceilings (`list[BlockCeiling]`): Blocks whose ceiling was settled in this round, of this or an earlier one.
+    """
+
+    round: int
+    mode: str
+    rows: list[int]
+    drafted: list[int]
+    admitted: list[int]
+    sent: list[int]
+    accepted: list[int]
+    committed: list[int]
+    tokens: int
+    context: float
+    draft_seconds: float
+    verify_seconds: float
+    predicted_draft_seconds: float | None = None
+    predicted_verify_seconds: float | None = None
+    confidences: list[list[float]] = field(default_factory=list)
+    ceilings: list[BlockCeiling] = field(default_factory=list)
+
+    @property
+    def budget(self) -> int:
+        """Drafted tokens admitted over all rows: K."""
+        return sum(self.admitted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists, ready for JSON, with the budget."""
+        ceilings = [dict(vars(ceiling)) for ceiling in self.ceilings]
+        return {**vars(self), "ceilings": ceilings, "budget": self.budget}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RoundRecord:
+        """Reads what [`~RoundRecord.to_dict`] returned; names that it does not know are left out."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**known | {"ceilings": [BlockCeiling(**ceiling) for ceiling in values.get("ceilings", [])]})
+
+
 @dataclass
 class DSparkGenerateOutput(GenerateDecoderOnlyOutput):
     """
@@ -130,4 +207,4 @@ class DSparkGenerateOutput(GenerateDecoderOnlyOutput):
     dspark: GenerationStats | None = None
 
 
-__all__ = ["DSparkGenerateOutput", "GenerationStats"]
+__all__ = ["BlockCeiling", "DSparkGenerateOutput", "GenerationStats", "RoundRecord"]
