@@ -32,6 +32,7 @@ LADDER = [
     "scheduling",
     "calibration",
     "telemetry",
+    "divergence",
     "target",
     "windows",
     "ragged_context",

@@ -25,7 +25,7 @@ from .. import __version__
 if TYPE_CHECKING:
     import torch
 
-COMMANDS: tuple[str, ...] = ("demo", "eval", "profile", "calibrate", "data", "train", "inspect", "export")
+COMMANDS: tuple[str, ...] = ("demo", "eval", "profile", "calibrate", "data", "train", "inspect", "export", "diff")
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
