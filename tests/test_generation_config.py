@@ -7,7 +7,8 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from transformers_dspark import DSparkConfig, DSparkDrafter, DSparkGenerationConfig, StepCostTable
-from transformers_dspark.generation_config import DraftingOptions, options_beside
+from transformers_dspark.generation_config import DraftingOptions
+from transformers_dspark.packaging import options_beside
 from transformers_dspark.step_costs import StepCost
 
 
@@ -159,7 +160,7 @@ def test_options_on_the_hub(tmp_path, monkeypatch):
             raise EntryNotFoundError("no such file")
         return str(tmp_path / name)
 
-    monkeypatch.setattr("transformers_dspark.generation_config.hf_hub_download", download)
+    monkeypatch.setattr("transformers_dspark.packaging.hf_hub_download", download)
     DSparkGenerationConfig(seed=3).save_pretrained(tmp_path)
     assert options_beside("org/with", revision="r", dtype="auto").seed == 3
     assert options_beside("org/without") is None

@@ -1,9 +1,9 @@
 """A drafter's repository: opened in fresh processes with and without the package, by pipelines, and uploaded."""
 
-import importlib.metadata
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, pipeline
 from tests.cli.tokenizer import word_tokenizer
 from tests.hub import LocalHub
 from transformers_dspark import DSparkConfig, DSparkDrafter, DSparkGenerationConfig, cli
-from transformers_dspark.packaging import model_card, write_repository
+from transformers_dspark.packaging import TRANSFORMERS, model_card, write_repository
 
 
 SHAPE = {
@@ -62,6 +62,110 @@ for rows in (1, 2):
     print([out.sequences.tolist(), out.dspark.rounds])
 """
 
+PROPOSE = """
+context = drafter.bind_target(target).new_context()
+taps = torch.arange(5 * 64).reshape(1, 5, 64).float() / 320
+with torch.no_grad():
+    drafter.extend_context(context, taps, torch.arange(5)[None])
+    proposal = drafter.propose(torch.tensor([3]), torch.tensor([5]), context)
+drafter.save_pretrained(sys.argv[3])
+assert not any(name.startswith("transformers_dspark") for name in sys.modules)
+print([proposal.tokens.tolist(), proposal.logits.sum().item()])
+"""
+ALONE = '''
+import itertools, json
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+class Streamer(BaseStreamer):
+    def __init__(self):
+        self.parts = []
+    def put(self, value):
+        self.parts += value.flatten().tolist()
+    def end(self):
+        self.parts.append("end")
+
+class Alternate(LogitsProcessor):
+    """A user's grammar with a memory."""
+    def __init__(self):
+        self.calls = 0
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, self.calls % 2 :: 2] = -float("inf")
+        return scores
+
+class Ends:
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([input_ids.shape[1] >= 12])
+
+words = {a + b: i for i, (a, b) in enumerate(itertools.product("ghijklmn", "stuvwxyz")) if i < 63} | {"abcdef": 63}
+inner = Tokenizer(models.WordLevel(words, unk_token="gs"))
+inner.pre_tokenizer = pre_tokenizers.Whitespace()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+ids = torch.tensor([[5, 17, 3, 40]])
+padded, mask = torch.tensor([[0, 0, 5, 17, 3, 40]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
+door = {"custom_generate": sys.argv[2], "trust_remote_code": True, "assistant_model": drafter}
+
+def answers(ids=ids, mask=None, fresh=dict, **options):
+    mask = torch.ones_like(ids) if mask is None else mask
+    def run(**more):
+        given = {"max_new_tokens": 24, "do_sample": False, **options, **fresh(), **more}
+        return target.generate(input_ids=ids, attention_mask=mask, **given)
+    return run(**door), run()
+
+greedy, full = answers()[1][0].tolist(), {"return_dict_in_generate": True, "output_scores": True}
+stop = [tokenizer.convert_ids_to_tokens(greedy[10])]
+results = {
+    "greedy": answers(),
+    "left padding": answers(padded, mask),
+    "end of sequence": answers(eos_token_id=greedy[13], pad_token_id=0),
+    "repetition": answers(repetition_penalty=1.4, no_repeat_ngram_size=2, min_new_tokens=3),
+    "grammar": answers(fresh=lambda: {"logits_processor": LogitsProcessorList([Alternate()])}),
+    "criterion": answers(stopping_criteria=StoppingCriteriaList([Ends()])),
+    "stop string": answers(stop_strings=stop, tokenizer=tokenizer),
+    "static cache": answers(cache_implementation="static"),
+}
+results = {name: [out.tolist() for out in pair] for name, pair in results.items()}
+assert len(results["end of sequence"][0][0]) < 28 and len(results["stop string"][0][0]) < 28
+assert len(results["criterion"][0][0]) == 12
+pair = answers(**full)
+assert 1 <= pair[0].dspark.rounds <= 24
+results["scores"] = [len(pair[0].scores), len(pair[1].scores)]
+torch.testing.assert_close(pair[0].scores, pair[1].scores)
+streamers = [Streamer(), Streamer()]
+answers(fresh=lambda left=iter(streamers): {"streamer": next(left)})
+results["stream"] = [streamer.parts for streamer in streamers]
+assert not any(name.startswith("transformers_dspark") for name in sys.modules)
+print(json.dumps(results))
+'''
+SAMPLES = """
+import json
+ids, rows = torch.tensor([[5, 17, 3, 40]]), []
+for seed in range(4):
+    torch.manual_seed(seed)
+    out = target.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=sys.argv[2], trust_remote_code=True,
+        assistant_model=drafter, max_new_tokens=16, do_sample=True, temperature=1.3, top_p=0.9,
+    )
+    rows += out.tolist()
+print(json.dumps(rows))
+"""
+REFUSED = """
+import json
+ids, lines = torch.tensor([[5, 17, 3, 40], [9, 9, 21, 2]]), []
+door = {"custom_generate": sys.argv[2], "trust_remote_code": True, "max_new_tokens": 4}
+some = {"assistant_model": drafter, "do_sample": True}
+calls = [(2, some), (1, some | {"num_return_sequences": 2}), (1, {"assistant_model": drafter, "num_beams": 2})]
+for rows, more in (*calls, (1, some | {"use_cache": False}), (1, {})):
+    try:
+        target.generate(input_ids=ids[:rows], attention_mask=torch.ones_like(ids[:rows]), **door, **more)
+    except (NotImplementedError, ValueError) as error:
+        lines.append(f"{type(error).__name__}: {error}")
+print(json.dumps(lines))
+"""
+
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory) -> tuple[LlamaForCausalLM, Path, Path]:
@@ -101,7 +205,9 @@ def test_files(repository):
         "AutoConfig": "configuration_dspark.DSparkConfig",
         "AutoModel": "modeling_dspark.DSparkDrafter",
     }
-    assert (folder / "custom_generate" / "requirements.txt").read_text() == "transformers-dspark\n"
+    assert (folder / "custom_generate" / "requirements.txt").read_text() == f"{TRANSFORMERS}\n"
+    needs = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert TRANSFORMERS in needs
 
 
 def test_the_door_with_the_package(repository, tmp_path):
@@ -115,46 +221,61 @@ def test_the_door_with_the_package(repository, tmp_path):
     assert rows == 2
 
 
-def test_without_the_package_the_drafter_works_and_the_door_says_what_to_install(repository, tmp_path):
-    target, target_folder, folder = repository
-    code = """
-context = drafter.bind_target(target).new_context()
-taps = torch.arange(5 * 64).reshape(1, 5, 64).float() / 320
-with torch.no_grad():
-    drafter.extend_context(context, taps, torch.arange(5)[None])
-    proposal = drafter.propose(torch.tensor([3]), torch.tensor([5]), context)
-drafter.save_pretrained(sys.argv[3])
-assert not any(name.startswith("transformers_dspark") for name in sys.modules)
-print(proposal.tokens.tolist(), proposal.logits.sum().item())
-"""
-    done = fresh(WITHOUT + OPEN + code + DOOR, target_folder, folder, tmp_path / "saved", cache=tmp_path)
-    assert done.stderr.splitlines()[-1] == (
-        "ImportError: Generating with a DSpark drafter needs a package: run `pip install transformers-dspark`."
-    )
+@pytest.fixture(scope="module")
+def alone(repository, tmp_path_factory) -> tuple[Path, list]:
+    """What one process without the package printed, and the folder where it saved the drafter once more."""
+    root = tmp_path_factory.mktemp("alone")
+    code = WITHOUT + OPEN + PROPOSE + ALONE + SAMPLES + REFUSED
+    done = fresh(code, *repository[1:], root / "saved", cache=root / "modules")
+    assert done.returncode == 0, done.stderr
+    return root / "saved", [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_without_the_package_the_drafter_works(repository, alone):
+    target, _, folder = repository
+    saved, ((tokens, total), *_) = alone
     drafter = DSparkDrafter.from_pretrained(folder).bind_target(target)
     context, taps = drafter.new_context(), torch.arange(5 * 64).reshape(1, 5, 64).float() / 320
     with torch.no_grad():
         drafter.extend_context(context, taps, torch.arange(5)[None])
         proposal = drafter.propose(torch.tensor([3]), torch.tensor([5]), context)
-    ids, _, total = done.stdout.rpartition(" ")
-    assert json.loads(ids) == proposal.tokens.tolist()
-    assert float(total) == pytest.approx(proposal.logits.sum().item(), abs=1e-3)
-    again = DSparkDrafter.from_pretrained(tmp_path / "saved").state_dict()
+    assert tokens == proposal.tokens.tolist()
+    assert total == pytest.approx(proposal.logits.sum().item(), abs=1e-3)
+    again = DSparkDrafter.from_pretrained(saved).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in drafter.state_dict().items())
 
 
-def test_where_it_was_never_installed_transformers_says_so(repository, monkeypatch):
+def test_without_the_package_the_door_serves_one_prompt(alone):
+    """Every answer equals that of plain `generate` in the same process, for what `generate` knows of one prompt."""
+    results = alone[1][1]
+    assert len(results) == 10
+    for name, (ours, theirs) in results.items():
+        assert ours == theirs, name
+
+
+def test_without_the_package_the_door_samples_as_the_package_does(repository, alone):
+    """The code is the package's, whose law is tested elsewhere: same noise, same tokens."""
     target, _, folder = repository
-    known = importlib.metadata.version
+    drafter, ids = DSparkDrafter.from_pretrained(folder), torch.tensor([[5, 17, 3, 40]])
+    found = alone[1][2]
+    assert len({tuple(row) for row in found}) == len(found) == 4
+    for seed, row in enumerate(found):
+        torch.manual_seed(seed)
+        options = {"max_new_tokens": 16, "do_sample": True, "temperature": 1.3, "top_p": 0.9}
+        out = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **options)
+        assert row == out[0].tolist()
 
-    def version(name: str) -> str:
-        if name == "transformers-dspark":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return known(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(ImportError, match=r"Missing requirements.*\n?.*transformers-dspark \(installed: None\)"):
-        target.generate(torch.tensor([[5]]), custom_generate=str(folder), trust_remote_code=True)
+def test_without_the_package_the_door_says_what_it_does_not_serve(alone):
+    rows, returned, beams, cache, draft = alone[1][3]
+    assert rows == returned
+    assert rows == (
+        "NotImplementedError: This call has 2 rows, and the code in a drafter's repository serves one: run "
+        "`pip install transformers-dspark` for any number."
+    )
+    assert "this call asks for beam_search" in beams
+    assert "use_cache=False contradicts" in cache
+    assert draft.startswith("ValueError: No drafter")
 
 
 def test_the_door_in_this_process(repository):

@@ -16,7 +16,6 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
 from .generation_config import DraftingOptions, eos_ids
-from .modeling_dspark import DSparkDrafter
 from .processors import SpeculativeProcessors
 from .sampling import Noise, draw, pad_vocabulary
 from .target import TargetTaps, learned_positions
@@ -43,7 +42,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def __init__(
         self,
-        drafter: DSparkDrafter,
+        drafter: Any,  # its code may come from a repository, so its class is of no use
         target: PreTrainedModel,
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList | None = None,

@@ -7,16 +7,12 @@ import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from transformers import GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME, logging
+from transformers.utils import logging
 
 from ._compat import generation_defaults
-from .checkpoints import HUB_ARGUMENTS
 
 
 logger = logging.get_logger(__name__)
@@ -168,32 +164,6 @@ class DraftingOptions:
         )
 
 
-def options_beside(path: str | os.PathLike[str], subfolder: str = "", **kwargs: Any) -> DSparkGenerationConfig | None:
-    """
-    The options saved beside a drafter's weights, or `None` if there are none.
-
-    Args:
-        path (`str` or `os.PathLike`): Folder or Hub repository.
-        subfolder (`str`): Where in it.
-        kwargs: Those of `from_pretrained`; the arguments that choose a file on the Hub are used.
-
-    Raises:
-        ValueError: an option out of range.
-        OSError: the file is damaged.
-    """
-    file = Path(path, subfolder, GENERATION_CONFIG_NAME)
-    if Path(path).is_dir():
-        if not file.is_file():
-            return None
-    else:
-        hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        try:
-            file = Path(hf_hub_download(str(path), GENERATION_CONFIG_NAME, subfolder=subfolder or None, **hub))
-        except EntryNotFoundError:
-            return None
-    return DSparkGenerationConfig.from_pretrained(file.parent)
-
-
 def eos_ids(*configs: Any) -> set[int]:
     """Every token that ends a text, by the `eos_token_id` of configurations or tokenizers."""
     found: set[int] = set()
@@ -246,4 +216,4 @@ def _check_range(name: str, value: Any, low: float, high: float | None) -> None:
         raise ValueError(f"{name}={value!r} must be {'a whole number ' if whole else ''}{bounds}.")
 
 
-__all__ = ["DSparkGenerationConfig", "DraftingOptions", "eos_ids", "options_beside"]
+__all__ = ["DSparkGenerationConfig", "DraftingOptions", "eos_ids"]

@@ -82,7 +82,7 @@ def _wrap_validation(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         drafter: Any = generation_mode_kwargs.get("assistant_model")
         if _is_drafter(drafter):
-            from .slot import check_request, check_tokenizers
+            from .assisted import check_request, check_tokenizers
 
             check_request(self, drafter, generation_config, generation_mode)
             check_tokenizers(*map(generation_mode_kwargs.get, ("tokenizer", "assistant_tokenizer")))
@@ -100,9 +100,9 @@ def _wrap_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_drafter(kwargs.get("assistant_model")):
             return original(self, *args, **kwargs)
-        from .slot import assisted_decoding
+        from .slot import decoding
 
-        return assisted_decoding(original, self, *args, **kwargs)
+        return decoding(self, *args, **kwargs)
 
     return decode
 

@@ -388,7 +388,7 @@ class DSparkDrafter(PreTrainedModel):
         path = pretrained_model_name_or_path
         try:
             from transformers_dspark.checkpoints import open_checkpoint
-            from transformers_dspark.generation_config import options_beside
+            from transformers_dspark.packaging import options_beside
         except ImportError:  # a copy of this file in a Hub repository, without the package: the canonical form only
             opened = options = None
         else:

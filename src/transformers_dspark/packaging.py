@@ -1,4 +1,4 @@
-"""What a repository of a canonical drafter holds beside its weights: the public door of `generate`, and a card."""
+"""What a repository of a drafter holds beside its weights: the public door of `generate`, options, and a card."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from .checkpoints import HUB_ARGUMENTS
 from .configuration_dspark import DSparkConfig
+from .generation_config import DSparkGenerationConfig
 
 
 DOOR = "custom_generate"
+# the releases whose private names that code uses
+TRANSFORMERS = "transformers>=5.24,<6"
 TAGS = ("speculative-decoding", "dspark")
 _CARD = Template("""\
 ---
@@ -37,7 +46,7 @@ drafter = DSparkDrafter.from_pretrained("$repository", dtype=target.dtype)
 out = target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)
 ```
 
-Without that import, once `pip install transformers-dspark` has been run:
+Or with nothing installed but Transformers, for one prompt at a time:
 
 ```python
 drafter = AutoModel.from_pretrained("$repository", trust_remote_code=True, dtype=target.dtype)
@@ -58,11 +67,16 @@ $accepted
 
 
 def write_door(folder: str | os.PathLike[str]) -> None:
-    """Writes `custom_generate/` into a folder, so that `generate(custom_generate=folder)` finds it."""
-    door = Path(folder) / DOOR
+    """
+    Writes `custom_generate/` into a folder, so that `generate(custom_generate=folder)` finds it: the door, and the
+    code that it runs where the package is not installed.
+    """
+    door, source = Path(folder) / DOOR, Path(__file__).with_name("generate_dspark.py")
     door.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(Path(__file__).with_name("generate_dspark.py"), door / "generate.py")
-    (door / "requirements.txt").write_text("transformers-dspark\n")
+    shutil.copyfile(source, door / "generate.py")
+    for file in get_relative_import_files(source):
+        shutil.copyfile(file, door / Path(file).name)
+    (door / "requirements.txt").write_text(f"{TRANSFORMERS}\n")
 
 
 def write_repository(
@@ -91,6 +105,32 @@ def write_repository(
         tokenizer.save_pretrained(folder)
     card = model_card(drafter.config, repository or Path(folder).name, base_model, results)
     (Path(folder) / "README.md").write_text(card, encoding="utf-8")
+
+
+def options_beside(path: str | os.PathLike[str], subfolder: str = "", **kwargs: Any) -> DSparkGenerationConfig | None:
+    """
+    The options saved beside a drafter's weights, or `None` if there are none.
+
+    Args:
+        path (`str` or `os.PathLike`): Folder or Hub repository.
+        subfolder (`str`): Where in it.
+        kwargs: Those of `from_pretrained`; the arguments that choose a file on the Hub are used.
+
+    Raises:
+        ValueError: an option out of range.
+        OSError: the file is damaged.
+    """
+    file = Path(path, subfolder, GENERATION_CONFIG_NAME)
+    if Path(path).is_dir():
+        if not file.is_file():
+            return None
+    else:
+        hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        try:
+            file = Path(hf_hub_download(str(path), GENERATION_CONFIG_NAME, subfolder=subfolder or None, **hub))
+        except EntryNotFoundError:
+            return None
+    return DSparkGenerationConfig.from_pretrained(file.parent)
 
 
 def model_card(
@@ -162,4 +202,4 @@ def model_index(name: str, results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-__all__ = ["accepted_table", "model_card", "model_index", "write_door", "write_repository"]
+__all__ = ["accepted_table", "model_card", "model_index", "options_beside", "write_door", "write_repository"]
