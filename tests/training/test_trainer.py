@@ -1,7 +1,8 @@
-"""The training loop: batches, budget, schedule, resume, and that a drafter learns."""
+"""The trainer: golden losses, resume, budgets, logs, evaluation, and that a drafter learns."""
 
 import copy
 import json
+import math
 
 import numpy as np
 import pytest
@@ -15,129 +16,88 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from tests.golden import DATA
+from tests.golden import DATA, WITH_TARGET, close, read
+from tests.training.tiny import greedy_answers
 from transformers_dspark import DSparkDrafter
-from transformers_dspark.cli import main
 from transformers_dspark.modeling_dspark import Proposal
-from transformers_dspark.training import trainer as trainer_module
-from transformers_dspark.training.answers import Answer, AnswerWriter
-from transformers_dspark.training.arguments import DrafterShape, TrainArguments
-from transformers_dspark.training.data import (
-    Sequences,
-    batch_indices,
-    batches,
-    collate,
-    count_batches,
-    frequent_tokens,
-    load_sequences,
-    split,
+from transformers_dspark.training import (
+    AnswerDataset,
+    DrafterShape,
+    DSparkTrainer,
+    DSparkTrainingArguments,
+    new_drafter,
+    pace,
 )
-from transformers_dspark.training.held_out import held_out_accepted_length
-from transformers_dspark.training.trainer import LOG_NAME, STATE_NAME, Trainer, new_drafter
+from transformers_dspark.training.anchors import pack_blocks
+from transformers_dspark.training.data import Sequences, split
+from transformers_dspark.training.held_out import decoded_accepted_length, held_out_accepted_length
 
 
 SHAPE = DrafterShape(num_layers=1, block_size=4, markov_rank=8)
-ARGUMENTS = TrainArguments(
-    epochs=2, tokens_per_batch=256, anchors=8, learning_rate=3e-3, held_out=4, evaluations=1, save_seconds=1e9
-)
+SMALL_RUN = {
+    "num_train_epochs": 2,
+    "tokens_per_batch": 256,
+    "anchors": 8,
+    "learning_rate": 3e-3,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "report_to": "none",
+}
 
 
-@pytest.fixture(scope="module")
-def target() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        eos_token_id=1,
-        pad_token_id=0,
+def trainer_of(target, answers, out, shape=SHAPE, held_out=4, drafter=None, **changes) -> DSparkTrainer:
+    train, aside = split(answers, held_out, 0)
+    return DSparkTrainer(
+        drafter or new_drafter(target, shape, train, 0),
+        DSparkTrainingArguments(str(out), **SMALL_RUN | changes),
+        target=target,
+        train_dataset=AnswerDataset(train),
+        eval_dataset=AnswerDataset(aside),
     )
-    return LlamaForCausalLM(config).eval()
 
 
-def greedy_answers(target: LlamaForCausalLM) -> Sequences:
-    """The target's own greedy answers to random prompts of several lengths."""
-    torch.manual_seed(1)
-    ids, starts = [], []
-    for number in range(44):
-        prompt = torch.randint(2, 64, (1, 3 + number % 4))
-        answer = target.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12 + number % 9, do_sample=False
-        )
-        if answer.shape[1] >= prompt.shape[1] + 2:
-            ids.append(answer[0].numpy())
-            starts.append(prompt.shape[1])
-    return Sequences(ids, np.array(starts), np.ones(len(ids), dtype=bool))
+# ---- golden values
 
 
-@pytest.fixture(scope="module")
-def answers(target) -> Sequences:
-    return greedy_answers(target)
+@pytest.mark.parametrize("folder", WITH_TARGET, ids=lambda folder: folder.name)
+def test_golden_loss_and_gradients(folder, tmp_path):
+    """What the official code makes of a batch, through a step of the trainer, in one batch and in two."""
+    golden = read(folder)
+    facts, drafter = golden.facts["train"], golden.drafter(folder / "drafter", own_embeddings=False)
+    given = {name.removeprefix("train."): t for name, t in golden.tensors.items() if name.startswith("train.")}
+    names = ("input_ids", "loss_mask", "anchor_positions", "block_keep_mask")
+    rows = list(zip(*(given[name].split(1) for name in names), strict=True))
+    assert len(rows) > 1
+    arguments = DSparkTrainingArguments(
+        str(tmp_path),
+        cross_entropy=facts["ce_loss_alpha"],
+        l1=facts["l1_loss_alpha"],
+        confidence=facts["confidence_head_alpha"],
+        position_decay=facts["loss_decay_gamma"],
+        **SMALL_RUN,
+    )
+    trainer = DSparkTrainer(drafter, arguments, target=golden.target)
+    config = drafter.config
+    form = config.block_size, config.mask_token_id
+    for cuts in ([len(rows)], [1, len(rows) - 1]):
+        parts = [rows[: cuts[0]], rows[cuts[0] :]][: len(cuts)]
+        batches = []
+        for part in parts:
+            ids, mask, anchors, keep = (torch.cat(tensors) for tensors in zip(*part, strict=True))
+            batches.append({"input_ids": ids, "blocks": pack_blocks(ids, mask, anchors, keep, *form)})
+        samples, weights = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
+        drafter.zero_grad()
+        trainer.current_gradient_accumulation_steps = len(samples)
+        loss = sum(trainer.training_step(drafter, sample, weights) for sample in samples)
+        assert loss.item() == pytest.approx(facts["loss"], rel=1e-4)
+        gradients = {name.removeprefix("grad."): t for name, t in given.items() if name.startswith("grad.")}
+        for name, theirs in gradients.items():
+            (ours,) = (p.grad for full, p in drafter.named_parameters() if full in (name, f"markov_head.{name}"))
+            assert close(ours, theirs), name
 
 
-@pytest.fixture(scope="module")
-def walker(target) -> LlamaForCausalLM:
-    """A target that walks in a circle of twelve tokens: a law that a drafter can learn."""
-    model = copy.deepcopy(target)
-    torch.manual_seed(3)
-    table = torch.nn.functional.normalize(torch.randn(64, 32), dim=-1)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.model.embed_tokens.weight.copy_(table)
-        model.lm_head.weight.zero_().index_add_(0, 2 + (torch.arange(64) + 1) % 12, 5 * table)
-    return model
-
-
-# ---- data
-
-
-def test_batches_cover_every_sequence_once_within_the_budget(answers):
-    lengths = np.array([len(ids) for ids in answers.ids])
-    for seed in range(5):
-        groups = batch_indices(lengths, 100, np.random.default_rng(seed))
-        assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
-        assert all(len(group) * lengths[group].max() <= 100 for group in groups)
-    # a sequence beyond the budget is a batch of its own
-    groups = batch_indices(np.array([5, 500, 5]), 100, np.random.default_rng(0))
-    assert sorted(map(len, groups)) == [1, 2]
-
-
-def test_epochs_differ_and_repeat(answers):
-    first = [ids.tolist() for ids, _ in batches(answers, 100, seed=0, epoch=0)]
-    assert first == [ids.tolist() for ids, _ in batches(answers, 100, seed=0, epoch=0)]
-    assert first != [ids.tolist() for ids, _ in batches(answers, 100, seed=0, epoch=1)]
-    assert len(first) == count_batches(answers, 100, seed=0)
-
-
-def test_collate():
-    sequences = Sequences([np.array([5, 6, 7]), np.array([8, 9])], np.array([1, 1]), np.array([True, True]))
-    ids, mask = collate(sequences)
-    assert ids.tolist() == [[5, 6, 7], [8, 9, 0]]
-    assert mask.tolist() == [[0, 1, 1], [0, 1, 0]]
-
-
-def test_split_keeps_greedy_answers_aside(answers):
-    mixed = Sequences(answers.ids, answers.starts, np.arange(len(answers)) % 2 == 0)
-    train, held_out = split(mixed, 256, seed=0)
-    assert len(held_out) == 4  # at most a tenth
-    assert held_out.greedy.all()
-    assert len(train) + len(held_out) == len(mixed)
-    ours = {ids.tobytes() for ids in held_out.ids}
-    assert not ours & {ids.tobytes() for ids in train.ids}
-
-
-def test_frequent_tokens():
-    sequences = Sequences([np.array([9, 9, 9, 3, 3, 5, 2])], np.array([3]), np.array([True]))
-    assert frequent_tokens(sequences, 2, 10).tolist() == [2, 3]  # the prompt does not count, ties go to the smaller id
-
-
-# ---- the loop
+# ---- the run
 
 
 def test_new_drafter_fits_any_depth():
@@ -149,124 +109,174 @@ def test_new_drafter_fits_any_depth():
         assert drafter.config.target_layer_ids == taps
 
 
-def test_learning_rate(target, answers, tmp_path):
-    arguments = TrainArguments(
-        epochs=10, tokens_per_batch=256, learning_rate=1.0, warmup=0.1, final_rate=0.05, max_seconds=100.0
+def test_the_saved_drafter_is_canonical(tiny, answers, tmp_path):
+    trainer = trainer_of(
+        tiny, answers, tmp_path, shape=DrafterShape(num_layers=1, block_size=4, sample_from_anchor=False)
     )
-    trainer = Trainer(target, answers, tmp_path, SHAPE, arguments)
-    rates = []
-    for step in range(trainer.max_steps + 1):
-        trainer.step = step
-        rates.append(trainer.learning_rate())
-    assert 0 < rates[0] < 0.1
-    peak = rates.index(max(rates))
-    assert peak == pytest.approx(0.1 * trainer.max_steps, abs=1)
-    assert max(rates) == pytest.approx(1.0, abs=0.02)
-    assert rates[: peak + 1] == sorted(rates[: peak + 1])
-    assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert rates[-1] == pytest.approx(0.05)
-    trainer.step, trainer.seconds = 0, 100.0  # the nearer budget counts
-    assert trainer.progress() == 1.0
-    assert trainer.learning_rate() == pytest.approx(0.05)
-
-
-def test_time_budget(target, answers, tmp_path, monkeypatch):
-    clock = iter(range(10**6))
-    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: next(clock))  # every step takes one second
-    arguments = TrainArguments(epochs=1000, tokens_per_batch=256, anchors=4, max_seconds=5.0, held_out=1)
-    trainer = Trainer(target, answers, tmp_path, SHAPE, arguments)
     trainer.train()
-    assert trainer.step <= 6
-    assert (tmp_path / "model.safetensors").exists()
-    logged = [json.loads(line) for line in (tmp_path / LOG_NAME).read_text().splitlines()]
-    assert sum("held_out_accepted_length" in record for record in logged) == arguments.evaluations
+    trainer.save_model(tmp_path / "drafter")
+    drafter = DSparkDrafter.from_pretrained(tmp_path / "drafter")
+    assert drafter.config.first_draft_row == 1
+    assert "use_cache" not in json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert sum(p.numel() for p in drafter.parameters()) == sum(p.numel() for p in trainer.drafter.parameters())
+    assert not any("embed" in name or "lm_head" in name for name in drafter.state_dict())
+    assert not any(p.requires_grad or p.grad is not None for p in tiny.parameters())
 
 
 class Stopped(Exception):
     pass
 
 
-def test_resume_is_exact(target, answers, tmp_path, monkeypatch):
-    arguments = TrainArguments(**ARGUMENTS.to_dict() | {"save_seconds": 0.0, "losses": ARGUMENTS.losses})
-    whole = Trainer(target, answers, tmp_path / "whole", SHAPE, arguments)
-    expected = whole.train()
-    assert whole.max_steps > 6
-    assert not (tmp_path / "whole" / STATE_NAME).exists()
-
-    step = Trainer._step
+@pytest.mark.parametrize("changes", [
+    {"drafter_optimizer": "muon", "gradient_accumulation_steps": 2},
+    {"tokens_per_batch": None, "per_device_train_batch_size": 6, "activation_checkpointing": True},
+], ids=["muon", "adamw"])  # fmt: skip
+def test_resume_is_exact(tiny, answers, tmp_path, monkeypatch, changes):
+    options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "logging_steps": 1, "evaluations": 3}
+    options["num_train_epochs"] = 4
+    whole = trainer_of(tiny, answers, tmp_path / "whole", **options | changes)
+    whole.train()
+    steps = whole.state.max_steps
+    assert steps >= 6
+    step = DSparkTrainer.training_step
 
     def failing(self, *args):
-        if self.step == 4:
+        if self.state.global_step == steps // 2 + 1:  # in the second epoch
             raise Stopped
         return step(self, *args)
 
-    broken = Trainer(target, answers, tmp_path / "parts", SHAPE, arguments)
-    monkeypatch.setattr(Trainer, "_step", failing)
+    broken = trainer_of(tiny, answers, tmp_path / "parts", **options | changes)
+    monkeypatch.setattr(DSparkTrainer, "training_step", failing)
     with pytest.raises(Stopped):
         broken.train()
-    monkeypatch.setattr(Trainer, "_step", step)
-    assert (tmp_path / "parts" / STATE_NAME).exists()
-
-    for other, named in (
-        ({"shape": DrafterShape(num_layers=2, block_size=4, markov_rank=8)}, "num_layers"),
-        ({"shape": DrafterShape(num_layers=1, block_size=4, markov_rank=8, draft_vocab_size=32)}, "draft_vocab_size"),
-        ({"arguments": ARGUMENTS}, "save_seconds"),
-        ({"sequences": answers.pick(np.arange(30))}, "answers"),
-    ):
-        given = {"sequences": answers, "shape": SHAPE, "arguments": arguments} | other
-        with pytest.raises(ValueError, match=f"belongs to a run with other settings .*{named}"):
-            Trainer(target, out=tmp_path / "parts", **given).train()
-
-    resumed = Trainer(target, answers, tmp_path / "parts", SHAPE, arguments)
-    assert resumed.train() == expected
+    monkeypatch.undo()
+    resumed = trainer_of(tiny, answers, tmp_path / "parts", **options | changes)
+    resumed.train(resume_from_checkpoint=True)
     for name, tensor in whole.drafter.state_dict().items():
         assert torch.equal(tensor, resumed.drafter.state_dict()[name]), name
-    logs = [
-        [json.loads(line) for line in (tmp_path / p / LOG_NAME).read_text().splitlines()] for p in ("whole", "parts")
-    ]
-    for record in logs[0] + logs[1]:
-        del record["seconds"]
+    logs = [[r for r in trainer.state.log_history if "train_loss" not in r] for trainer in (whole, resumed)]
     assert logs[0] == logs[1]
+    assert sum("loss" in record for record in logs[0]) == steps
+    assert sum("eval_accepted_length" in record for record in logs[0]) == 2
 
 
-def test_a_torn_line_of_the_log_does_not_stop_a_resume(target, answers, tmp_path):
-    trainer = Trainer(target, answers, tmp_path, SHAPE, ARGUMENTS)
-    trainer.step = 2
-    trainer._save_state()
-    (tmp_path / LOG_NAME).write_text('{"step": 1}\n{"step": 3}\n[]\n{"st')
-    resumed = Trainer(target, answers, tmp_path, SHAPE, ARGUMENTS)
-    resumed._resume()
-    assert resumed.step == 2
-    assert (tmp_path / LOG_NAME).read_text() == '{"step": 1}\n'
-
-
-@pytest.mark.parametrize("content", [b"", b"xx", {"a": 1}, [1], "cut", "no counters", "other tensors"])
-def test_a_damaged_state_is_named(target, answers, tmp_path, content):
-    trainer = Trainer(target, answers, tmp_path, SHAPE, ARGUMENTS)
-    trainer.step = 2
-    trainer._save_state()
-    file = tmp_path / STATE_NAME
-    state = torch.load(file, weights_only=True)
-    if content == "cut":
-        file.write_bytes(file.read_bytes()[:-100])
-    elif content == "no counters":
-        torch.save({name: part for name, part in state.items() if name != "counters"}, file)
-    elif content == "other tensors":
-        torch.save(state | {"drafter": {}}, file)
-    elif isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        torch.save(content, file)
-    with pytest.raises(ValueError, match=r"state\.pt is damaged, or no state of a training run; remove it"):
+def test_accumulation_changes_nothing(tiny, answers, tmp_path):
+    """Batches of a step are one batch: the same blocks, the same divisor."""
+    found = []
+    for size, accumulate in ((12, 1), (4, 3)):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulate}
+        options |= {"tokens_per_batch": None, "train_sampling_strategy": "sequential", "logging_steps": 1}
+        trainer = trainer_of(tiny, answers, tmp_path, num_train_epochs=1, **options)
         trainer.train()
+        found.append(
+            [[record[name] for name in ("loss", "cross_entropy", "l1", "confidence", "grad_norm")]
+             for record in trainer.state.log_history if "loss" in record]
+        )  # fmt: skip
+    assert len(found[0]) >= 3
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-4, atol=1e-5)
+    loss, cross_entropy, l1, confidence, _ = torch.tensor(found[0]).T
+    torch.testing.assert_close(loss, 0.1 * cross_entropy + 0.9 * l1 + confidence, rtol=1e-4, atol=1e-5)
 
 
-def test_a_new_run_starts_a_new_log(target, answers, tmp_path):
-    (tmp_path / LOG_NAME).write_text('{"step": 3, "total": 1.0}\n')
-    trainer = Trainer(target, answers, tmp_path, SHAPE, ARGUMENTS)
+def test_anchors_are_drawn_anew_each_step(tiny, answers, tmp_path):
+    trainer = trainer_of(tiny, answers, tmp_path)
+    batch = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
+    first = trainer.with_blocks(batch)["blocks"].anchors
+    assert torch.equal(first, trainer.with_blocks(batch)["blocks"].anchors)
+    trainer.state.global_step = 1
+    assert not torch.equal(first, trainer.with_blocks(batch)["blocks"].anchors)
+
+
+@pytest.mark.parametrize("precision", [{"bf16": True}, {"pure_bf16": True}], ids=["autocast", "pure"])
+def test_low_precision(tiny, answers, tmp_path, precision):
+    plain = trainer_of(tiny, answers, tmp_path, num_train_epochs=1, logging_steps=1)
+    low = trainer_of(copy.deepcopy(tiny).to(torch.bfloat16), answers, tmp_path, num_train_epochs=1, logging_steps=1,
+                     **precision)  # fmt: skip
+    losses = []
+    for trainer in (plain, low):
+        trainer.train()
+        losses.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
+    assert low.drafter.dtype == (torch.float32 if "bf16" in precision else torch.bfloat16)
+    assert losses[1] != losses[0]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert low.evaluate()["eval_rounds"] > 0
+
+
+# ---- budgets of time
+
+
+def test_rate_by_the_nearer_budget(tiny, answers, tmp_path):
+    options = {"num_train_epochs": 10, "learning_rate": 1.0, "warmup_steps": 0.1, "final_rate": 0.05}
+    trainer = trainer_of(tiny, answers, tmp_path, max_seconds=100.0, **options)
+    trainer.state.max_steps, rates = 60, []
+    for step in range(61):
+        trainer.state.global_step = step
+        rates.append(trainer.rate())
+    assert 0 < rates[0] < 0.1
+    peak = rates.index(max(rates))
+    assert peak == pytest.approx(6, abs=1)
+    assert max(rates) == pytest.approx(1.0, abs=0.02)
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] == pytest.approx(0.05)
+    trainer.state.global_step, trainer.pace.seconds = 0, 100.0
+    assert trainer.rate() == pytest.approx(0.05)
+
+
+def test_time_budget(tiny, answers, tmp_path, monkeypatch):
+    clock = iter(range(10**6))
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: next(clock))  # every step takes one second
+    trainer = trainer_of(
+        tiny, answers, tmp_path, num_train_epochs=1000, max_seconds=6.0, evaluations=3, save_seconds=2.0
+    )
     trainer.train()
-    steps = [json.loads(line)["step"] for line in (tmp_path / LOG_NAME).read_text().splitlines()]
-    assert set(steps) == {trainer.max_steps}
+    assert trainer.state.global_step == 6
+    evaluated = [record["step"] for record in trainer.state.log_history if "eval_accepted_length" in record]
+    assert evaluated == [2, 4]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    rates = [record["learning_rate"] for record in trainer.state.log_history if "learning_rate" in record]
+    assert all(0 <= rate <= 3e-3 for rate in rates)
+
+    # a resumed run has the seconds that are left
+    monkeypatch.setattr(pace.time, "perf_counter", iter(range(10**6)).__next__)
+    resumed = trainer_of(
+        tiny, answers, tmp_path, num_train_epochs=1000, max_seconds=6.0, evaluations=3, save_seconds=2.0
+    )
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert resumed.pace.seconds == 6.0
+
+
+# ---- evaluation
+
+
+def test_the_best_checkpoint_is_that_of_the_longest_accepted_length(walker, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    options |= {"metric_for_best_model": "eval_accepted_length", "load_best_model_at_end": True}
+    trainer = trainer_of(walker, greedy_answers(walker), tmp_path, num_train_epochs=6, learning_rate=1e-2, **options)
+    trainer.train()
+    lengths = {r["step"]: r["eval_accepted_length"] for r in trainer.state.log_history if "eval_accepted_length" in r}
+    assert len(lengths) >= 3
+    assert trainer.state.best_metric == max(lengths.values())
+    assert trainer.evaluate()["eval_accepted_length"] == max(lengths.values())
+
+
+def test_evaluation_by_decoding(tiny, answers, tmp_path):
+    """Replayed and decoded answers have the same accepted lengths; so do several datasets at once."""
+    figures = []
+    for how in ("replay", "generate"):
+        # answers of one length: a batch decodes as many tokens of each row
+        same = answers.pick(
+            np.flatnonzero([len(ids) - start == 12 for ids, start in zip(answers.ids, answers.starts, strict=True)])
+        )
+        trainer = trainer_of(tiny, answers, tmp_path, eval_decoding=how, per_device_eval_batch_size=3)
+        figures.append(trainer.evaluate({"a": AnswerDataset(same), "b": AnswerDataset(same.pick(np.arange(2)))}))
+    assert len(same) >= 4
+    lengths = [{name: value for name, value in found.items() if "length" in name} for found in figures]
+    assert lengths[0] == lengths[1]
+    assert figures[0].keys() >= {"eval_a_accepted_length", "eval_b_accepted_length", "eval_a_acceptance_1"}
+    with pytest.raises(ValueError, match="requires an eval_dataset"):
+        DSparkTrainer(trainer.drafter, trainer.args, target=tiny).evaluate()
 
 
 SMALL = {"vocab_size": 64, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
@@ -292,10 +302,12 @@ def test_targets_of_other_families(answers, tmp_path, kind):
         other = AutoModelForCausalLM.from_pretrained(DATA / "gemma4_vanilla" / "target").eval()
     else:
         other = AutoModelForCausalLM.from_config(OTHERS[kind]).eval()
-    arguments = TrainArguments(epochs=1, tokens_per_batch=600, anchors=4, held_out=4, evaluations=1)
-    trainer = Trainer(other, answers, tmp_path, DrafterShape(num_layers=1, block_size=3, markov_rank=4), arguments)
-    assert trainer.max_steps >= 2
-    assert trainer.train().rounds > 0
+    shape = DrafterShape(num_layers=1, block_size=3, markov_rank=4)
+    trainer = trainer_of(other, answers, tmp_path, shape, num_train_epochs=1, tokens_per_batch=600)
+    trainer.train()
+    assert trainer.state.global_step >= 2
+    assert trainer.evaluate()["eval_rounds"] > 0
+    trainer.save_model(tmp_path)
     config = DSparkDrafter.from_pretrained(tmp_path).bind_target(other).config
     expected = {
         # heads, key-value heads, head size, inner size, positions, theta
@@ -314,14 +326,14 @@ def test_targets_of_other_families(answers, tmp_path, kind):
     )
 
 
-def test_a_target_that_hides_its_states(target, answers, tmp_path, monkeypatch):
-    trainer = Trainer(target, answers, tmp_path, SHAPE, ARGUMENTS)
-    plain = type(target.model).forward
+def test_a_target_that_hides_its_states(tiny, answers, tmp_path, monkeypatch):
+    trainer = trainer_of(tiny, answers, tmp_path)
+    plain = type(tiny.model).forward
 
     def hiding(self, *args, output_hidden_states, **kwargs):
         return plain(self, *args, **kwargs)
 
-    monkeypatch.setattr(type(target.model), "forward", hiding)
+    monkeypatch.setattr(type(tiny.model), "forward", hiding)
     with pytest.raises(NotImplementedError, match="LlamaModel does not return its hidden states"):
         trainer.train()
 
@@ -329,15 +341,15 @@ def test_a_target_that_hides_its_states(target, answers, tmp_path, monkeypatch):
 def test_answers_longer_than_the_context(answers, tmp_path):
     small = AutoModelForCausalLM.from_config(GPT2Config(**SMALL, n_embd=32, n_layer=2, n_head=4, n_positions=16))
     with pytest.raises(ValueError, match=r"has \d+ tokens, the target's context 16: set max_length"):
-        Trainer(small, answers, tmp_path, SHAPE, ARGUMENTS)
+        trainer_of(small, answers, tmp_path)
 
 
-def test_answers_of_another_vocabulary(target, answers, tmp_path):
+def test_answers_of_another_vocabulary(tiny, answers, tmp_path):
     foreign = Sequences(
-        [*answers.ids, np.array([5, 64, 7])], np.append(answers.starts, 1), np.append(answers.greedy, True)
+        [*answers.ids, np.array([5, 64, 7])], np.append(answers.starts, 1), np.append(answers.greedy, False)
     )
     with pytest.raises(ValueError, match="hold token 64, the target has 64"):
-        Trainer(target, foreign, tmp_path, SHAPE, ARGUMENTS)
+        trainer_of(tiny, foreign, tmp_path)
 
 
 @pytest.mark.parametrize("reduced", [None, 20], ids=["full vocabulary", "reduced vocabulary"])
@@ -345,26 +357,42 @@ def test_a_drafter_learns(walker, tmp_path, reduced):
     """The accepted length on held-out answers rises from almost nothing to most of the block."""
     target, answers = walker, greedy_answers(walker)
     shape = DrafterShape(num_layers=1, block_size=4, markov_rank=8, target_layer_ids=(-1, 2), draft_vocab_size=reduced)
-    arguments = TrainArguments(
-        epochs=30, tokens_per_batch=256, anchors=16, learning_rate=1e-2, held_out=8, evaluations=2
+    trainer = trainer_of(
+        target, answers, tmp_path, shape, held_out=8, num_train_epochs=30, anchors=16, learning_rate=1e-2
     )
-    trainer = Trainer(target, answers, tmp_path, shape, arguments)
-    before = held_out_accepted_length(trainer.drafter.eval(), target, trainer.held_out_set)
-    trainer.drafter.train()
-    after = trainer.train()
+    before = trainer.accepted_length(trainer.eval_dataset)
+    trainer.train()
+    after = trainer.accepted_length(trainer.eval_dataset)
     assert before.mean_accepted_length < 2
     assert after.mean_accepted_length > before.mean_accepted_length + 1
     assert after.rounds < before.rounds
 
     # the figure is what decoding the same answers gives
+    trainer.save_model(tmp_path)
     answers = answers.pick(np.arange(10))
     saved = DSparkDrafter.from_pretrained(tmp_path, dtype=torch.float32).bind_target(target)
     for drafter in (saved, new_drafter(target, shape, answers, seed=5).eval()):
         replayed = held_out_accepted_length(drafter, target, answers, anchors_at_once=7)
-        assert replayed.accepted_lengths == [
-            decoded(drafter, target, *answer) for answer in zip(answers.ids, answers.starts, strict=True)
-        ]
+        decoded = [decoded_accepted_length(drafter, target, answers.pick(np.arange(n, n + 1))) for n in range(10)]
+        assert replayed.accepted_lengths == [stats.accepted_lengths[0] for stats in decoded]
     assert max(map(max, replayed.accepted_lengths)) <= shape.block_size + 1
+
+
+def test_teacher_forced_acceptance_is_that_of_decoding(walker, tmp_path):
+    """What the losses count as overlap, 1 - distance / 2, against what decoding accepts."""
+    answers = greedy_answers(walker)
+    trainer = trainer_of(walker, answers, tmp_path, num_train_epochs=20, anchors=16, learning_rate=1e-2)
+    trainer.train()
+    trainer.args.anchors = 1000
+    batch = trainer.with_blocks(trainer.data_collator([trainer.train_dataset[row] for row in range(30)]))
+    with torch.no_grad():
+        _, loss = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    train = trainer.train_dataset.sequences.pick(np.arange(30))
+    stats = decoded_accepted_length(trainer.drafter.eval(), walker, train, 30)
+    weights = trainer.objective.weights.positions(4)
+    tested = torch.tensor([share or 0.0 for share in stats.acceptance_by_position])
+    decoded = float((tested * weights).sum() / weights.sum())
+    assert 1 - loss.l1.item() / 2 == pytest.approx(decoded, abs=0.05)
 
 
 def test_a_perfect_block_counts_its_bonus(walker, monkeypatch):
@@ -386,94 +414,28 @@ def test_a_perfect_block_counts_its_bonus(walker, monkeypatch):
     assert sum(lengths) == len(truth) - 1 - answers.starts[0]
 
 
-def decoded(drafter: DSparkDrafter, target, ids: np.ndarray, start: int) -> list[int]:
-    """Accepted lengths that `generate` reports for the same answer."""
-    out = target.generate(
-        torch.from_numpy(ids[:start].astype(np.int64))[None],
-        assistant_model=drafter,
-        max_new_tokens=len(ids) - int(start),
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
-    assert out.sequences[0].tolist() == ids.tolist()
-    return out.dspark.accepted_lengths[0]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"epochs": 0}, "epochs=0 must be more than 0"),
+        ({"num_train_epochs": 0}, "num_train_epochs=0 must be more than 0"),
         ({"learning_rate": -1.0}, r"learning_rate=-1\.0"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan"),
-        ({"learning_rate": float("inf")}, "learning_rate=inf must be finite"),
-        ({"epochs": float("inf")}, "epochs=inf must be finite"),
-        ({"seed": -1}, "seed=-1 must lie in"),
+        ({"learning_rate": math.nan}, "learning_rate=nan"),
+        ({"learning_rate": math.inf}, "learning_rate=inf must be finite"),
+        ({"l1": -1.0}, r"l1=-1\.0 must be 0 or more"),
         ({"evaluations": 0}, "evaluations=0"),
-        ({"max_length": 1}, "max_length=1 must be at least 2"),
-        ({"held_out": -1}, "held_out=-1"),
-        ({"warmup": 1.0}, r"warmup=1\.0"),
-        ({"anchors": 0, "max_seconds": 0}, "max_seconds=0 must be more than 0; anchors=0 must be more than 0"),
+        ({"final_rate": 1.0}, r"final_rate=1\.0"),
+        ({"drafter_optimizer": "sgd"}, "drafter_optimizer='sgd' must be one of"),
+        ({"block_attention": "fast"}, "block_attention='fast'"),
+        ({"bf16": True, "pure_bf16": True}, "exclude each other"),
+        ({"anchors": 0, "max_seconds": 0}, "anchors=0 must be more than 0; max_seconds=0 must be more than 0"),
     ],
 )
 def test_arguments(changes, message):
     with pytest.raises(ValueError, match=message):
-        TrainArguments(**changes)
+        DSparkTrainingArguments("out", **changes)
 
 
-# ---- the command
-
-
-@pytest.fixture(scope="module")
-def folders(target, answers, tmp_path_factory):
-    root = tmp_path_factory.mktemp("train")
-    target.save_pretrained(root / "target")
-    writer = AnswerWriter(root / "answers", {"target": "tiny"}, vocab_size=64)
-    for number, (ids, start) in enumerate(zip(answers.ids, answers.starts, strict=True)):
-        writer.add(Answer(number, 0, ids, int(start), 0.0, "length"))
-    writer.flush()
-    return root
-
-
-def command(folders, out, *more: str) -> list[str]:
-    given = f"train --target {folders / 'target'} --answers {folders / 'answers'} --out {out} --device cpu"
-    small = "--num-layers 1 --block-size 3 --markov-rank 4 --epochs 2 --tokens-per-batch 256 --anchors 4"
-    return [*given.split(), *small.split(), *more]
-
-
-def test_command(folders, answers, tmp_path, capsys):
-    loaded = load_sequences([folders / "answers"], 1024)
-    assert all(np.array_equal(a, b) for a, b in zip(loaded.ids, answers.ids, strict=True))
-    assert main(command(folders, tmp_path / "out", "--json", str(tmp_path / "result.json"))) == 0
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert 1 <= result["held_out_accepted_length"] <= 4
-    assert len(result["held_out_acceptance_by_position"]) == 3
-    assert result["answers"] == len(answers) - len(answers) // 10
-    assert "held-out accepted length" in capsys.readouterr().out
-    drafter = DSparkDrafter.from_pretrained(tmp_path / "out")
-    assert drafter.config.block_size == 3
-    assert drafter.dtype == torch.bfloat16
-    assert (tmp_path / "out" / LOG_NAME).exists()
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--block-size", "0"], "argument --block-size: '0'"),
-        (["--taps", "7"], "taps layer 7, the target's last is 2"),
-        (["--taps", "1", "1"], "target_layer_ids=[1, 1]"),
-        (["--draft-vocab-size", "65"], "draft_vocab_size=65"),
-        (["--mask-token-id", "64"], "mask_token_id=64"),
-        (["--markov-head", "lstm"], "invalid choice: 'lstm'"),
-        (["--epochs", "0"], "argument --epochs: '0'"),
-        (["--max-length", "3"], "no answer of two tokens or more within max_length=3"),
-        (["--answers", "nowhere"], "nowhere is not a folder of answers"),
-        (["--target", "./nowhere"], "nowhere"),
-        (["--device", "toaster"], "--device toaster is no device"),
-    ],
-)
-def test_command_with_bad_input(folders, tmp_path, capsys, more, message):
-    assert main(command(folders, tmp_path / "out", *more)) == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    error = [line for line in error if line.startswith("dspark: error: ")]
-    assert len(error) == 1
-    assert message in error[0]
+def test_a_compiled_target_needs_taps_before_the_last_layer(tiny, answers, tmp_path):
+    shape = DrafterShape(num_layers=1, block_size=4, target_layer_ids=(1, 2))
+    with pytest.raises(NotImplementedError, match="does not see the last layer"):
+        trainer_of(tiny, answers, tmp_path, shape, compile_target=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
-def loss_curve(log: Path, picture: Path) -> None:
+def loss_curve(records: Sequence[dict[str, Any]], picture: Path) -> None:
     """
     Draws a training log: the losses by step, and the held-out accepted length beside them.
 
     Args:
-        log (`Path`): The `log.jsonl` of a training run.
+        records (`Sequence[dict]`): The `log_history` of a trainer's state.
         picture (`Path`): A file that matplotlib can write, by its ending.
 
     Raises:
@@ -19,15 +20,14 @@ def loss_curve(log: Path, picture: Path) -> None:
     """
     from matplotlib.figure import Figure  # a figure without pyplot: no window system, no global state
 
-    records = [json.loads(line) for line in log.read_text().splitlines()]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     losses = figure.add_subplot()
-    for name in ("total", "cross_entropy", "l1", "confidence"):
+    for name in ("loss", "cross_entropy", "l1", "confidence"):
         points = [(record["step"], record[name]) for record in records if name in record]
         losses.plot(*zip(*points, strict=True) if points else ([], []), label=name.replace("_", "-"), linewidth=1)
     losses.set(xlabel="step", ylabel="loss", ylim=(0, None))
     lengths = losses.twinx()
-    points = [(r["step"], r["held_out_accepted_length"]) for r in records if r.get("held_out_accepted_length")]
+    points = [(r["step"], r["eval_accepted_length"]) for r in records if r.get("eval_accepted_length")]
     lengths.plot(*zip(*points, strict=True) if points else ([], []), "ko--", label="held-out accepted length")
     lengths.set(ylabel="accepted length", ylim=(1, None))
     figure.legend(loc="outside upper center", ncols=5, frameon=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .answers import read_answers
 
@@ -85,30 +88,90 @@ def batch_indices(lengths: np.ndarray, tokens_per_batch: int, rng: np.random.Gen
     return [groups[i] for i in rng.permutation(len(groups))]
 
 
-def _groups(sequences: Sequences, tokens_per_batch: int, seed: int, epoch: int) -> list[np.ndarray]:
-    lengths = np.array([len(ids) for ids in sequences.ids])
-    return batch_indices(lengths, tokens_per_batch, np.random.default_rng((seed, epoch)))
+class TokenBatches(Sampler[list[int]]):
+    """
+    Batches of similar length, `tokens_per_batch` padded tokens at most, in an order that seed and epoch decide.
+
+    Each epoch has as many batches as the first, which other groupings miss by a few: a surplus is left out, and
+    where some are missing the largest are halved. Process `rank` of `world` has every `world`-th.
+    """
+
+    def __init__(self, lengths: np.ndarray, tokens_per_batch: int, seed: int, rank: int = 0, world: int = 1) -> None:
+        self.lengths, self.tokens_per_batch, self.seed = lengths, tokens_per_batch, seed
+        self.rank, self.world, self.epoch = rank, world, 0
+        self.count = max(1, round(len(self._groups(0)) / world))
+
+    def _groups(self, epoch: int) -> list[np.ndarray]:
+        return batch_indices(self.lengths, self.tokens_per_batch, np.random.default_rng((self.seed, epoch)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iteration."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        groups, wanted = self._groups(self.epoch), self.count * self.world
+        while len(groups) < wanted:
+            largest = max(range(len(groups)), key=lambda i: len(groups[i]))
+            whole = groups[largest]
+            half = max(1, len(whole) // 2)
+            groups[largest] = whole[:half]
+            groups.append(whole[half:] if len(whole) > 1 else whole)
+        for group in groups[self.rank : wanted : self.world]:
+            yield group.tolist()
 
 
-def count_batches(sequences: Sequences, tokens_per_batch: int, seed: int) -> int:
-    """Batches of the first epoch; later ones differ by a few, since they group other sequences."""
-    return len(_groups(sequences, tokens_per_batch, seed, 0))
+class BatchLoader(DataLoader):
+    """A loader of [`TokenBatches`] that is told the epoch."""
+
+    batch_sampler: TokenBatches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iteration."""
+        self.batch_sampler.set_epoch(epoch)
 
 
-def batches(
-    sequences: Sequences, tokens_per_batch: int, seed: int, epoch: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields `(input_ids, loss_mask)` of one epoch, both `(rows, length)`, padded on the right with zeros."""
-    for group in _groups(sequences, tokens_per_batch, seed, epoch):
-        yield collate(sequences.pick(group))
+class AnswerDataset(Dataset):
+    """Conversations as a trainer reads them: `input_ids` and `loss_mask`, `(length,)`; 1 where the target wrote."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self.sequences = sequences
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.from_numpy(self.sequences.ids[index].astype(np.int64))
+        mask = torch.zeros(len(ids))
+        mask[int(self.sequences.starts[index]) :] = 1.0
+        return {"input_ids": ids, "loss_mask": mask}
 
 
-def collate(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads sequences to `(input_ids, loss_mask)`; the mask is 1 on the answers."""
-    longest = max(len(ids) for ids in sequences.ids)
-    padded = np.zeros((len(sequences), longest), dtype=np.int64)
-    mask = np.zeros((len(sequences), longest), dtype=np.float32)
-    for row, (ids, start) in enumerate(zip(sequences.ids, sequences.starts, strict=True)):
-        padded[row, : len(ids)] = ids
-        mask[row, start : len(ids)] = 1.0
-    return torch.from_numpy(padded), torch.from_numpy(mask)
+def sequences_of(dataset: Any) -> Sequences:
+    """A dataset's rows as sequences; each answer begins at the first token that is learned, and counts as greedy."""
+    if isinstance(dataset, AnswerDataset):
+        return dataset.sequences
+    rows = [_tensors(dataset[index]) for index in range(len(dataset))]
+    starts = [int(mask.argmax()) for _, mask in rows]
+    return Sequences([ids.numpy() for ids, _ in rows], np.array(starts), np.ones(len(rows), dtype=bool))
+
+
+def _tensors(row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and loss mask of a row that has `loss_mask`, or `labels` with -100 where nothing is learned."""
+    ids = torch.as_tensor(row["input_ids"])
+    if "loss_mask" in row:
+        return ids, torch.as_tensor(row["loss_mask"]).float()
+    if "labels" in row:
+        return ids, (torch.as_tensor(row["labels"]) != -100).float()
+    raise ValueError(f"A row has {sorted(row)}: give `input_ids` with `loss_mask`, or with `labels`.")
+
+
+def collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pads rows on the right with zeros to `input_ids` and `loss_mask`, both `(rows, length)`."""
+    ids, masks = zip(*map(_tensors, rows), strict=True)
+    return {
+        "input_ids": pad_sequence(list(ids), batch_first=True),
+        "loss_mask": pad_sequence(list(masks), batch_first=True),
+    }
