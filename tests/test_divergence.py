@@ -1,10 +1,16 @@
-"""The report of divergences: sound loops have near-ties at most."""
+"""The report of divergences: a sound loop has near-ties at most, and a fault in it is a defect, whatever its kind."""
 
 import pytest
 import torch
 
 from tests.batch.conftest import BatchLab, ragged, texts_of
+from transformers_dspark import decoding
+from transformers_dspark.cache import RaggedCache, RaggedLayer
+from transformers_dspark.decoding import accept_greedy as sound_accept
 from transformers_dspark.divergence import DivergenceReport, check_greedy, ulp
+from transformers_dspark.sampling import Verdict
+from transformers_dspark.target import TargetTaps
+from transformers_dspark.windows import WINDOW_KEYWORD, VerifyWindow
 
 
 @pytest.fixture(scope="module")
@@ -12,18 +18,127 @@ def lab() -> BatchLab:
     return BatchLab()
 
 
-def report(lab: BatchLab, dtype: torch.dtype) -> DivergenceReport:
+def report(lab: BatchLab, dtype: torch.dtype, plant) -> DivergenceReport:
+    """Of a call for ragged rows, of which one ends early, with a drafter that is often right."""
     target = lab.target().to(dtype)
-    ids, mask = ragged(3)
-    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
-    drafter = lab.knowing(texts_of(target.generate(ids, **options), mask)).to(dtype)
-    out = target.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **options)
+    ids, mask = ragged(4)
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 24}
+    plain = target.generate(ids, **options)
+    options |= {"eos_token_id": int(plain[1, 14]), "pad_token_id": 0}
+    drafter = lab.knowing(texts_of(plain, mask), block_size=4).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        out = target.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **options)
     return check_greedy(target, ids, out.sequences, [1 + sum(row) for row in out.dspark.accepted_lengths], mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sound_loops_have_no_defect(lab, dtype) -> None:
-    assert report(lab, dtype).verdict in ("equal", "near-tie")
+def one_more_is_accepted(patch):
+    def accept(choices, tokens, admitted):
+        accepted = torch.minimum(sound_accept(choices, tokens, admitted).accepted + 1, admitted)
+        return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0])
+
+    patch.setattr(decoding, "accept_greedy", accept)
+
+
+def the_bonus_is_the_first_positions(patch):
+    def accept(choices, tokens, admitted):
+        return sound_accept(choices, tokens, admitted)._replace(bonus=choices[:, 0])
+
+    patch.setattr(decoding, "accept_greedy", accept)
+
+
+def the_bonus_is_another_rows(patch):
+    def accept(choices, tokens, admitted):
+        verdict = sound_accept(choices, tokens, admitted)
+        return verdict._replace(bonus=verdict.bonus.roll(1))
+
+    patch.setattr(decoding, "accept_greedy", accept)
+
+
+def in_rounds(patch, change):
+    """Changes the target's inputs in every round but not for the prompts."""
+    run = TargetTaps.run
+
+    def planted(taps, **kwargs):
+        prompts = int(kwargs[WINDOW_KEYWORD].columns.min()) == 0
+        return run(taps, **(kwargs if prompts else change(kwargs)))
+
+    patch.setattr(TargetTaps, "run", planted)
+
+
+def positions_are_one_ahead(patch):
+    in_rounds(patch, lambda kwargs: kwargs | {"position_ids": kwargs["position_ids"] + 1})
+
+
+def positions_of_a_window_stand_still(patch):
+    def still(kwargs):
+        return kwargs | {"position_ids": kwargs["position_ids"] - kwargs[WINDOW_KEYWORD].offsets}
+
+    in_rounds(patch, still)
+
+
+def a_token_sees_the_one_behind_it(patch):
+    visible = VerifyWindow.visible
+
+    def planted(window, sliding_window):
+        seen = visible(window, sliding_window).clone()
+        seen[..., 1:] |= visible(window, sliding_window)[..., :-1]
+        return seen
+
+    patch.setattr(VerifyWindow, "visible", planted)
+
+
+def anchors_leave_no_keys(patch):
+    write = RaggedLayer._write_packed
+
+    def planted(layer, keys, values, window):
+        old = layer.keys.clone()
+        found = write(layer, keys, values, window)
+        first = (window.offsets == 0) & (window.columns > 0)
+        layer.keys[window.rows[first], :, window.columns[first]] = old[window.rows[first], :, window.columns[first]]
+        return found
+
+    patch.setattr(RaggedLayer, "_write_packed", planted)
+
+
+def rows_that_end_swap_no_entries(patch):
+    def planted(cache, first, second):
+        cache.context.swap_rows(first, second)
+
+    patch.setattr(RaggedCache, "swap_rows", planted)
+
+
+FAULTS = [
+    one_more_is_accepted,
+    the_bonus_is_the_first_positions,
+    the_bonus_is_another_rows,
+    positions_are_one_ahead,
+    positions_of_a_window_stand_still,
+    a_token_sees_the_one_behind_it,
+    anchors_leave_no_keys,
+    rows_that_end_swap_no_entries,
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_a_defect(lab, dtype, fault) -> None:
+    assert report(lab, dtype, fault).verdict == "defect"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_sound_loop_has_no_defect(lab, dtype) -> None:
+    found = report(lab, dtype, lambda patch: None)
+    assert found.verdict in (("equal",) if dtype == torch.float32 else ("equal", "near-tie"))
+    assert sum(row.tokens for row in found.rows) > 40
+
+
+def test_taps_of_another_layer_cost_acceptance_and_nothing_else(lab) -> None:
+    def plant(patch):
+        read = TargetTaps.read
+        patch.setattr(TargetTaps, "read", lambda *args: read(*args).flip(-1))
+
+    assert report(lab, torch.float32, plant).verdict == "equal"
 
 
 def test_unit_in_the_last_place() -> None:
