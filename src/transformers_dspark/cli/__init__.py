@@ -25,7 +25,21 @@ from .. import __version__
 if TYPE_CHECKING:
     import torch
 
-COMMANDS: tuple[str, ...] = ("demo", "eval", "profile", "calibrate", "data", "train", "inspect", "export", "diff")
+COMMANDS: tuple[str, ...] = (
+    "demo",
+    "generate",
+    "bench",
+    "why",
+    "diff",
+    "eval",
+    "profile",
+    "calibrate",
+    "data",
+    "train",
+    "inspect",
+    "export",
+    "plot",
+)
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -36,6 +50,14 @@ class UsageError(ValueError):
     Input of the user's that cannot be used.
 
     The message says what was given, what is allowed and what to do; it is shown as one line, without a traceback.
+    """
+
+
+class Interrupted(KeyboardInterrupt):
+    """
+    Ctrl-C in a command that can say more than that.
+
+    The message, shown as one line, says what was kept and how to go on.
     """
 
 
@@ -147,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             raise UsageError("no command given (see `dspark --help`)")
         return _load(args.command).run(args)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        print(f"dspark: interrupted{f': {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()

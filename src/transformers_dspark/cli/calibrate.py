@@ -6,51 +6,33 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from . import UsageError, add_json_option, device_of, json_file, positive_int, seed, valid_temperature, write_json
-from .pair import add_pair_options
+from . import Interrupted, UsageError, add_json_option, json_file, positive_int, write_json
+from .pair import add_answer_options, add_pair_options, add_prompts, load_pair, progress_bar
 
 
 HELP = "fit the temperatures of a drafter's confidences on prompts of your own"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "prompts", type=Path, metavar="FILE", help='JSON lines of {"turns": ["..."]}; first turns count'
-    )
+    add_prompts(parser)
     parser.add_argument("--out", type=json_file, metavar="FILE", help="the temperatures, as JSON")
     parser.add_argument("--store", action="store_true", help="also write them into the drafter's config.json")
-    parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N prompts")
     parser.add_argument("--rows", type=positive_int, default=8, metavar="N", help="of a batch (default: %(default)s)")
-    parser.add_argument(
-        "--max-new-tokens", type=positive_int, default=128, metavar="N", help="of each answer (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=valid_temperature,
-        nargs="+",
-        default=[0.0, 1.0],
-        metavar="T",
-        help="of the answers, 0 being greedy (default: 0 1)",
-    )
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the draws at temperatures above 0")
+    add_answer_options(parser, 128, [0.0, 1.0])
     add_pair_options(parser)
     add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    device = device_of(args.device)
     from rich.console import Console
-    from rich.progress import Progress
-    from transformers.utils import logging
 
     from ..calibration import ConfidenceCalibration
     from ..checkpoints import read_config
     from ..configuration_dspark import DSparkConfig
     from ..environment import environment
-    from ..evaluation.confidences import answer_in_batches, calibration_figures, labelled_confidences
+    from ..evaluation.confidences import answer_in_batches, calibration_figures, labelled_confidences, reliability
     from ..evaluation.prompts import read_conversations
-    from ..evaluation.real_pair import fetch_target, find_drafter
-    from ..evaluation.runs import Pair
+    from ..evaluation.real_pair import find_drafter
     from ..evaluation.tables import calibration_table
     from ..telemetry import GenerationStats
 
@@ -65,19 +47,24 @@ def run(args: argparse.Namespace) -> int:
             f"--store writes into a canonical folder, and {drafter} is another project's: run `dspark export` with "
             "--to canonical first, or give --out instead."
         )
-    logging.disable_progress_bar()
-    pair = Pair.load(args.target or str(fetch_target()), drafter, device)
+    pair = load_pair(args)
     if not pair.drafter.config.enable_confidence_head:
         raise UsageError(f"{drafter} has no confidence head, so there is nothing to calibrate.")
     halves: dict[str, list[GenerationStats]] = {"fit": [], "judge": []}
-    with Progress(transient=True) as progress:
-        task = progress.add_task("answering", total=len(prompts) * len(args.temperature))
-        for temperature in args.temperature:
-            for name, share in (("fit", prompts[::2]), ("judge", prompts[1::2])):
-                answers = answer_in_batches(pair, share, args.rows, args.max_new_tokens, temperature, args.seed)
-                for stats in answers:
-                    halves[name].append(stats)
-                    progress.advance(task, len(stats.accepted_lengths))
+    try:
+        with progress_bar() as progress:
+            task = progress.add_task("answering", total=len(prompts) * len(args.temperature))
+            for temperature in args.temperature:
+                for name, share in (("fit", prompts[::2]), ("judge", prompts[1::2])):
+                    answers = answer_in_batches(pair, share, args.rows, args.max_new_tokens, temperature, args.seed)
+                    for stats in answers:
+                        halves[name].append(stats)
+                        progress.advance(task, len(stats.accepted_lengths))
+    except KeyboardInterrupt:
+        answered = sum(len(stats.accepted_lengths) for half in halves.values() for stats in half)
+        raise Interrupted(
+            f"temperatures need both halves, so none are written; --limit {answered} would be done by now"
+        ) from None
     applied = ConfidenceCalibration.of(pair.drafter.config).temperatures
     blocks = {name: labelled_confidences(GenerationStats.merge(found), applied) for name, found in halves.items()}
     if not all(len(logits) for logits, _ in blocks.values()):
@@ -86,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         )
     found = ConfidenceCalibration.fit(*blocks["fit"])
     figures = calibration_figures(*blocks["judge"], applied, found.temperatures)
+    points = reliability(*blocks["judge"], applied, found.temperatures)
     Console().print(calibration_table(figures, found.temperatures))
     print(f"fitted on {found.samples} blocks, judged on {len(blocks['judge'][0])} of other prompts")
     if args.out:
@@ -95,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
         found.store_in(config)
         config.save_pretrained(drafter)
     result: dict[str, Any] = {
-        "environment": environment(device, args.words),
+        "environment": environment(pair.target.device, args.words),
         "temperatures": list(found.temperatures),
         "fitted_on_blocks": found.samples,
         "judged_on_blocks": len(blocks["judge"][0]),
-        "positions": figures,
+        "positions": [{**line, **bins} for line, bins in zip(figures, points, strict=True)],
     }
     write_json(args.json, result)
     return 0

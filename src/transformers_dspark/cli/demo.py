@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from . import add_json_option, device_of, positive_int, share, valid_temperature, valid_text, write_json
-from .pair import add_pair_options
+from . import add_json_option, share, valid_temperature, valid_text, write_json
+from .pair import add_answer_options, add_pair_options, load_pair, progress_bar
 
 
 HELP = "generate with a real target alone and with its drafter: same text, accepted length, tokens per second"
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="your own prompt; may be given several times",
     )
-    parser.add_argument("--max-new-tokens", type=positive_int, default=160, metavar="N", help="(default: %(default)s)")
+    add_answer_options(parser, 160)
     parser.add_argument(
         "--temperature", type=valid_temperature, default=0.0, help="0 is greedy, where the texts can be compared"
     )
@@ -34,23 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    device = device_of(args.device)
     from rich.console import Console
-    from rich.progress import track
-    from transformers.utils import logging
 
     from ..environment import environment
     from ..evaluation.prompts import DEMO_PROMPTS
-    from ..evaluation.real_pair import fetch_target, find_drafter
-    from ..evaluation.runs import Pair, Run
+    from ..evaluation.runs import Run
     from ..evaluation.runs import run as generate
     from ..evaluation.tables import acceptance_table, coloured_text, speed_table
     from ..telemetry import GenerationStats
 
     console = Console()
-    logging.disable_progress_bar()
-    drafter = find_drafter(args.drafter)
-    pair = Pair.load(args.target or str(fetch_target()), drafter, device)
+    pair = load_pair(args)
     prompts = {str(i): text for i, text in enumerate(args.prompt, start=1)} if args.prompt else DEMO_PROMPTS
     threshold = args.confidence_threshold
     drafting = pair.quick_options if threshold is None else {"assistant_confidence_threshold": threshold}
@@ -63,8 +57,9 @@ def run(args: argparse.Namespace) -> int:
 
     both("Hello", 8)  # warm-up: allocations and one-time choices of the libraries are in neither figure
     results = {}
-    for name, text in track(prompts.items(), description="generating", console=console, transient=True):
-        results[name] = both(text, args.max_new_tokens)
+    with progress_bar() as bar:
+        for name, text in bar.track(prompts.items(), description="generating"):
+            results[name] = both(text, args.max_new_tokens)
     for (name, text), (_, drafted) in zip(prompts.items(), results.values(), strict=True):
         console.rule(f"[bold]{name}[/bold]", align="left")
         console.print(text, style="bold", markup=False)
@@ -78,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(
         args.json,
         {
-            "environment": environment(device, args.words),
+            "environment": environment(pair.target.device, args.words),
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "temperature": args.temperature,
             "options": drafting,

@@ -10,7 +10,6 @@ from .pair import add_pair_options
 
 
 HELP = "hold greedy texts with a drafter against plain decoding: near-tie or defect"
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given.add_argument("--prompt", type=valid_text, action="append", metavar="TEXT", help="may be given several times")
     given.add_argument("--prompts", type=Path, metavar="FILE", help='JSON lines of {"turns": ["..."]}; first turns')
     parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N prompts of the file")
-    parser.add_argument("--dtype", choices=DTYPES, help="(default: float32 on the CPU, bfloat16 elsewhere)")
     parser.add_argument("--max-new-tokens", type=positive_int, default=64, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=positive_int, default=1, metavar="N", help="(default: %(default)s)")
     add_pair_options(parser)

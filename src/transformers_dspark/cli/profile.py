@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from . import UsageError, add_json_option, device_of, json_file, positive_int, write_json
-from .pair import add_pair_options
+from . import Interrupted, UsageError, add_json_option, device_of, json_file, positive_int, write_json
+from .pair import add_pair_options, progress_bar
 
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ..step_costs import StepCostTable
 
 HELP = "measure what a step of a target costs on this machine, and write the table that schedules verification"
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=positive_int, default=7, metavar="N", help="timed steps of each kind (default: %(default)s)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="(default: float32 on the CPU, bfloat16 elsewhere)")
     add_pair_options(parser)
     add_json_option(parser)
 
@@ -47,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
     device = device_of(args.device)
     import torch
     from rich.console import Console
-    from rich.progress import Progress
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -65,19 +62,24 @@ def run(args: argparse.Namespace) -> int:
     name = args.target or str(fetch_target())
     target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
     rows, tokens, context = (sorted(set(values)) for values in (args.rows, args.tokens, args.context))
-    with Progress(transient=True) as progress:
+    with progress_bar() as progress:
         kinds = len(rows) * (len(tokens) * len(context) + (drafter is not None))
         task = progress.add_task("measuring", total=kinds)
-        table = StepCostTable.profile(
-            target,
-            drafter,
-            rows=rows,
-            tokens_per_row=tokens,
-            context=context,
-            samples=args.samples,
-            command=args.words,
-            progress=lambda: progress.advance(task),
-        )
+        try:
+            table = StepCostTable.profile(
+                target,
+                drafter,
+                rows=rows,
+                tokens_per_row=tokens,
+                context=context,
+                samples=args.samples,
+                command=args.words,
+                progress=lambda: progress.advance(task),
+            )
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "a table is whole or nothing, so none was written; fewer --rows or --samples are quicker"
+            ) from None
     table.save(args.out)
     console = Console()
     for length in context:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
 from ..calibration import ConfidenceCalibration, brier, expected_calibration_error, roc_auc
-from ..generation_config import DSparkGenerationConfig
 from ..telemetry import GenerationStats
 from .runs import Pair
 
@@ -27,30 +25,17 @@ def answer_in_batches(
         temperature (`float`): 0 is greedy; otherwise the bare distribution at that temperature.
         seed (`int`): The n-th prompt draws with seed + n.
     """
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    base, tokenizer = pair.target.generation_config, pair.tokenizer
-    pad = base.pad_token_id if base.pad_token_id is not None else tokenizer.pad_token_id
     for start in range(0, len(prompts), rows):
-        ids = [pair.prompt_ids([{"role": "user", "content": text}])[0] for text in prompts[start : start + rows]]
-        longest = max(map(len, ids))
-        inputs = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=pad or 0) for row in ids])
-        mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in ids])
-        config = DSparkGenerationConfig(
-            max_new_tokens=max_new_tokens,
-            pad_token_id=pad,
-            eos_token_id=base.eos_token_id,
-            return_dict_in_generate=True,
+        config = pair.config(
+            max_new_tokens,
+            temperature,
             dspark_loop="batched",
             verify_mode="static",
             max_verify_tokens=pair.drafter.config.num_draft_tokens,
             seed=seed + start,
-            **sampling,
         )
-        output = pair.target.generate(
-            inputs, attention_mask=mask, generation_config=config, assistant_model=pair.drafter
-        )
+        inputs = pair.batch(prompts[start : start + rows])
+        output = pair.target.generate(**inputs, generation_config=config, assistant_model=pair.drafter)
         yield output.dspark
 
 
@@ -108,4 +93,30 @@ def calibration_figures(
     return figures
 
 
-__all__ = ["answer_in_batches", "calibration_figures", "labelled_confidences"]
+def reliability(
+    logits: torch.Tensor, passed: torch.Tensor, before: Sequence[float], after: Sequence[float], bins: int = 10
+) -> list[dict[str, list[tuple[int, float, float]]]]:
+    """
+    For each position and both sets of temperatures, the points of a reliability diagram: for each of `bins` equal
+    steps of predicted survival the number of tokens, their mean prediction and the share that survived.
+
+    Args:
+        logits, passed (shape `(n, gamma)`): See [`labelled_confidences`].
+        before, after (`Sequence[float]`): Temperatures.
+    """
+    survived = (passed > 0).long().cumprod(dim=1).double()
+    found: list[dict[str, list[tuple[int, float, float]]]] = [{} for _ in range(logits.shape[1])]
+    for name, temperatures in (("before", before), ("after", after)):
+        survival = ConfidenceCalibration(list(temperatures)).apply(logits).cumprod(dim=1)
+        places = (survival * bins).long().clamp(max=bins - 1)
+        for k, line in enumerate(found):
+            points = []
+            for step in range(bins):
+                here = places[:, k] == step
+                means = [float(x[here, k].mean()) if here.any() else 0.0 for x in (survival, survived)]
+                points.append((int(here.sum()), means[0], means[1]))
+            line[f"reliability_{name}"] = points
+    return found
+
+
+__all__ = ["answer_in_batches", "calibration_figures", "labelled_confidences", "reliability"]

@@ -64,6 +64,52 @@ class Pair:
             )
         return ids.to(self.target.device)
 
+    def batch(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
+        """`input_ids` and `attention_mask`, `(rows, length)`, of first user turns; padded on the left."""
+        rows = [self.prompt_ids([{"role": "user", "content": text}])[0] for text in prompts]
+        longest, (pad, _) = max(map(len, rows)), self.pad_and_end
+        padding = [(longest - len(row), 0) for row in rows]
+        pairs = list(zip(rows, padding, strict=True))
+        return {
+            "input_ids": torch.stack([torch.nn.functional.pad(row, room, value=pad) for row, room in pairs]),
+            "attention_mask": torch.stack(
+                [torch.nn.functional.pad(torch.ones_like(row), room) for row, room in pairs]
+            ),
+        }
+
+    @property
+    def pad_and_end(self) -> tuple[int, list[int]]:
+        """The padding token, 0 where nobody names one, and the tokens that end an answer."""
+        config = self.target.generation_config
+        pad = config.pad_token_id if config.pad_token_id is not None else self.tokenizer.pad_token_id
+        end = config.eos_token_id
+        return pad or 0, [] if end is None else [end] if isinstance(end, int) else list(end)
+
+    def config(self, max_new_tokens: int, temperature: float = 0.0, **options: Any) -> DSparkGenerationConfig:
+        """
+        Options of a generation.
+
+        Args:
+            temperature (`float`): 0 is greedy; otherwise the bare distribution at that temperature, unless `options`
+                name top-k or top-p.
+            options: Further options of [`DSparkGenerationConfig`].
+        """
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature > 0:
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        pad, end = self.pad_and_end
+        given = {"pad_token_id": pad, "eos_token_id": end or None, "return_dict_in_generate": True}
+        return DSparkGenerationConfig(**{"max_new_tokens": max_new_tokens, **given, **sampling, **options})
+
+    def new_ids(self, output: torch.Tensor, prompt: int) -> list[list[int]]:
+        """The new tokens of each row of `(rows, length)` sequences behind a prompt, up to the one that ends them."""
+        ends = set(self.pad_and_end[1])
+        found = []
+        for row in output[:, prompt:].tolist():
+            stop = next((k + 1 for k, token in enumerate(row) if token in ends), len(row))
+            found.append(row[:stop])
+        return found
+
 
 @dataclass(frozen=True)
 class Run:
@@ -95,18 +141,7 @@ def run(
         temperature (`float`): 0 is greedy; otherwise the bare distribution at that temperature (no top-k or top-p).
         drafting: Options of [`DSparkGenerationConfig`]; they change nothing for the target alone.
     """
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    base = pair.target.generation_config
-    config = DSparkGenerationConfig(
-        max_new_tokens=max_new_tokens,
-        pad_token_id=base.pad_token_id if base.pad_token_id is not None else pair.tokenizer.pad_token_id,
-        eos_token_id=base.eos_token_id,
-        return_dict_in_generate=True,
-        **sampling,
-        **drafting,
-    )
+    config = pair.config(max_new_tokens, temperature, **drafting)
     assistant = {"assistant_model": pair.drafter} if drafted else {}
     start = time.perf_counter()
     output = pair.target.generate(
