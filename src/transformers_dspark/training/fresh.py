@@ -43,8 +43,8 @@ def geometry(text: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def new_drafter(target: PreTrainedModel, shape: DrafterShape, sequences: Sequences, seed: int) -> DSparkDrafter:
-    """A fresh drafter of a shape, with the target's geometry, bound to it."""
+def drafter_config(target: PreTrainedModel, shape: DrafterShape) -> DSparkConfig:
+    """The configuration of a drafter of a shape, with the target's geometry."""
     text = target.config.get_text_config()
     layers = text.num_hidden_layers
     # the released recipe's spacing: 1, 9, 17, 25, 33 of 36 layers; a target of two layers has only 0, of one only -1
@@ -53,7 +53,7 @@ def new_drafter(target: PreTrainedModel, shape: DrafterShape, sequences: Sequenc
     mask_token = shape.mask_token_id
     if mask_token is None:
         mask_token = text.vocab_size - 1 if text.pad_token_id in (None, *eos_ids(text)) else text.pad_token_id
-    config = DSparkConfig(
+    return DSparkConfig(
         vocab_size=text.vocab_size,
         draft_vocab_size=shape.draft_vocab_size,
         num_hidden_layers=shape.num_layers,
@@ -71,6 +71,14 @@ def new_drafter(target: PreTrainedModel, shape: DrafterShape, sequences: Sequenc
         bos_token_id=text.bos_token_id,
         eos_token_id=text.eos_token_id,
     )
+
+
+def new_drafter(target: PreTrainedModel, shape: DrafterShape, sequences: Sequences, seed: int) -> DSparkDrafter:
+    """
+    A fresh drafter of a shape, with the target's geometry, bound to it. Of `sequences` it proposes the most frequent
+    tokens, if the shape reduces the vocabulary.
+    """
+    config = drafter_config(target, shape)
     torch.manual_seed(seed)
     drafter = DSparkDrafter(config)
     if config.has_reduced_vocabulary:
@@ -95,4 +103,4 @@ def check_answers(target: PreTrainedModel, sequences: Sequences) -> None:
         )
 
 
-__all__ = ["check_answers", "geometry", "new_drafter"]
+__all__ = ["check_answers", "drafter_config", "geometry", "new_drafter"]
