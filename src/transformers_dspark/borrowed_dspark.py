@@ -55,6 +55,17 @@ class Borrowed:
         """The head's weight and bias as they are now; they may have been moved, cast, replaced or trained."""
         return self.head.weight, getattr(self.head, "bias", None)
 
+    @property
+    def head_is_quantized(self) -> bool:
+        """Whether the head's weight is no plain matrix, so that only its own module can multiply by it."""
+        return not (_is_plain(self.head.weight) and self.head.weight.is_floating_point())
+
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's own outputs `(..., rows)` for states `(..., hidden)`, before scale and softcap."""
+        weight = self.head.weight
+        dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
+        return self.head(hidden.to(weight.device, dtype))
+
     def head_rows(
         self, draft_vocabulary: Callable[[], torch.Tensor], d2t: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -103,12 +114,18 @@ def _state_of(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     return tensor.data_ptr(), version, tensor.shape, tensor.device, tensor.dtype
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter)  # quantized ones are of other classes
+
+
 def few_rows_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """
     `F.linear`. For 2 to 8 rows of float32 on the CPU the product is formed the other way round, which PyTorch's BLAS
-    does up to twice as fast there; the sums are the same up to rounding.
+    does up to twice as fast there; the sums are the same up to rounding. A quantized weight has its own kernels.
     """
     rows = states.numel() // states.shape[-1]
+    if not _is_plain(weight):
+        return F.linear(states, weight, bias)
     if states.device.type != "cpu" or states.dtype != torch.float32 or states.requires_grad or not 2 <= rows <= 8:
         return F.linear(states, weight, bias)
     flat = states.reshape(rows, -1)

@@ -154,11 +154,16 @@ class DSparkDrafter(PreTrainedModel):
         if self.lm_head is not None:
             return self._softcapped(self.lm_head(hidden), self.config.final_logit_softcapping)
         parts = self._bound()
-        if self.config.has_reduced_vocabulary:
-            weight, bias = parts.head_rows(self.draft_vocabulary, self.d2t)
+        if parts.head_is_quantized:
+            logits = parts.head_logits(hidden)
+            if self.config.has_reduced_vocabulary:
+                logits = logits[..., self.draft_vocabulary().to(logits.device)]
         else:
-            weight, bias = parts.head_tensors()
-        logits = few_rows_linear(hidden.to(weight.device, weight.dtype), weight, bias)
+            if self.config.has_reduced_vocabulary:
+                weight, bias = parts.head_rows(self.draft_vocabulary, self.d2t)
+            else:
+                weight, bias = parts.head_tensors()
+            logits = few_rows_linear(hidden.to(weight.device, weight.dtype), weight, bias)
         logits = logits[..., : self.config.draft_vocab_size]
         logits = logits if parts.logit_factor == 1.0 else logits * parts.logit_factor
         return self._softcapped(logits, parts.softcap).to(hidden.device)
@@ -166,7 +171,7 @@ class DSparkDrafter(PreTrainedModel):
     def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The bound target's logits `(..., vocab_size)` from its normed last states `(..., target_hidden_size)`."""
         parts = self._bound()
-        logits = parts.head(hidden.to(parts.head.weight.dtype))[..., : self.config.vocab_size]
+        logits = parts.head_logits(hidden)[..., : self.config.vocab_size]
         return self._softcapped(logits * parts.logit_factor, parts.softcap)
 
     @staticmethod
