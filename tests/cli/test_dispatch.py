@@ -150,6 +150,20 @@ def test_devices(monkeypatch, count: int, default: str) -> None:
         cli.device_of("cuda:2")
 
 
+def test_tab_completion_names_every_command(capsys) -> None:
+    pytest.importorskip("shtab")
+    assert cli.main(["--print-completion", "bash"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in cli.COMMANDS)
+    assert "--max-new-tokens" in out
+
+
+def test_tab_completion_names_its_extra(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["--print-completion", "bash"]) == 2
+    assert "transformers-dspark[completion]" in capsys.readouterr().err
+
+
 def test_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "transformers_dspark", "--version"], capture_output=True, text=True, check=True

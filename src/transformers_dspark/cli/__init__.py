@@ -166,6 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _build_parser(words).parse_args(words, argparse.Namespace(words=["dspark", *words]))
+        if args.print_completion:
+            print(_completion(args.print_completion))
+            return 0
         if args.command is None:
             raise UsageError("no command given (see `dspark --help`)")
         return _load(args.command).run(args)
@@ -184,12 +187,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="dspark", description="DSpark speculative decoding for Hugging Face Transformers.")
     parser.add_argument("--version", action="version", version=f"dspark {__version__}")
+    parser.add_argument("--print-completion", choices=("bash", "zsh", "tcsh"), help="tab completion; needs shtab")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     asked = next((word for word in words if not word.startswith("-")), None)
     for name in [asked] if asked in COMMANDS else COMMANDS:
         command = _load(name)
         command.add_arguments(subparsers.add_parser(name, help=command.HELP, description=command.HELP))
     return parser
+
+
+def _completion(shell: str) -> str:
+    try:
+        import shtab
+    except ImportError:
+        raise ImportError("Tab completion needs shtab: pip install 'transformers-dspark[completion]'") from None
+    return shtab.complete(_build_parser([]), shell)
 
 
 def _load(name: str) -> Any:

@@ -13,7 +13,7 @@ from .pair import add_answer_options, add_pair_options, load_pair, progress_bar
 if TYPE_CHECKING:
     from rich.table import Table
 
-HELP = "measure tokens per second with and without the drafter, at several batch sizes"
+HELP = "tokens per second with and without the drafter, by batch size"
 MODE_NAMES = ("static", "compact", "causal")
 
 

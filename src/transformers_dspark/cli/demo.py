@@ -8,7 +8,7 @@ from . import add_json_option, share, valid_temperature, valid_text, write_json
 from .pair import add_answer_options, add_pair_options, load_pair, progress_bar
 
 
-HELP = "generate with a real target alone and with its drafter: same text, accepted length, tokens per second"
+HELP = "a real target alone and with its drafter: same text, other speed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

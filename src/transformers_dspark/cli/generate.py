@@ -18,16 +18,16 @@ HELP = "answer prompts with a target and its drafter"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("text", type=valid_text, nargs="*", metavar="PROMPT", help="prompts, as words of the command")
+    parser.add_argument("text", type=valid_text, nargs="*", metavar="PROMPT", help="prompts")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='or JSON lines of {"turns": ["..."]}')
-    parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N lines of the file")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="only its first N lines")
     parser.add_argument("--rows", type=positive_int, default=8, metavar="N", help="of a batch (default: %(default)s)")
     parser.add_argument("--alone", action="store_true", help="without the drafter")
     parser.add_argument("--stream", action="store_true", help="show tokens as they come; for one prompt")
     parser.add_argument("--costs", type=path_or_id, metavar="FILE", help="from `dspark profile`: verify what pays")
     add_answer_options(parser, 256, [0.0])
     parser.add_argument("--top-k", type=positive_int, metavar="K", help="only the K most likely tokens")
-    parser.add_argument("--top-p", type=share, metavar="P", help="only the likeliest tokens that make up P")
+    parser.add_argument("--top-p", type=share, metavar="P", help="only the likeliest, up to P in sum")
     add_pair_options(parser)
     add_json_option(parser)
 

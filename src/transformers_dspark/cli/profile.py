@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ..step_costs import StepCostTable
 
-HELP = "measure what a step of a target costs on this machine, and write the table that schedules verification"
+HELP = "measure what a step of a target costs on this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..evaluation.verdict import SpeedFigures, Verdict
 
-HELP = "say what limits the speed: acceptance, verify or draft cost, host overhead, memory"
+HELP = "say what limits the speed, and which option to try"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
