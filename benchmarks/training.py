@@ -1,0 +1,143 @@
+"""
+`python -m benchmarks.training`: a training step at the shape of Qwen3-8B with random weights: peak memory, tokens per
+second, and the share of the machine's own rate of matrix products. For several GPUs:
+
+    accelerate launch --num_processes 2 --module benchmarks.training --json two.json
+
+and compare `tokens_per_second` with that of one process. `--tiny` runs anywhere and measures nothing of interest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from transformers_dspark.cli import write_json
+from transformers_dspark.environment import environment
+from transformers_dspark.training import (
+    AnswerDataset,
+    DrafterShape,
+    DSparkTrainer,
+    DSparkTrainingArguments,
+    new_drafter,
+)
+from transformers_dspark.training.data import Sequences
+from transformers_dspark.training.estimates import estimate_training
+
+
+QWEN3_8B: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+TINY: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=(__doc__ or "").split(":")[1])
+    parser.add_argument("--rows", type=int, default=1, metavar="N", help="sequences a batch (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=4096, metavar="N", help="tokens of each (default: %(default)s)")
+    parser.add_argument("--anchors", type=int, default=512, metavar="N", help="of each (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="timed, behind 3 others (default: %(default)s)"
+    )
+    parser.add_argument("--pure-bf16", action="store_true", help="weights and optimiser in bfloat16")
+    parser.add_argument("--attention", choices=("auto", "flex", "plain"), default="auto")
+    parser.add_argument("--compile-target", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, on the CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(words)
+    if args.tiny:
+        args.length, args.anchors, args.steps = 64, 4, 2
+    result = measure(args)
+    if result is not None:
+        result["environment"] = environment(torch.device("cpu" if args.tiny else "cuda"), ["python", "-m", *sys.argv])
+        for name, value in result.items():
+            if isinstance(value, (int, float)):
+                print(f"{name:32} {value:,.4g}")
+        write_json(args.json, result)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Figures of a run over random tokens; `None` on every process but the first."""
+    dtype = torch.float32 if args.tiny else torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = DSparkTrainingArguments(
+            folder, per_device_train_batch_size=args.rows, anchors=args.anchors, max_steps=args.steps + 3,
+            bf16=not args.tiny and not args.pure_bf16, pure_bf16=args.pure_bf16, block_attention=args.attention,
+            compile_target=args.compile_target, use_cpu=args.tiny, save_strategy="no", disable_tqdm=True,
+            report_to="none", logging_steps=1000,
+        )  # fmt: skip
+        device = arguments.device
+        with device:
+            target = AutoModelForCausalLM.from_config(Qwen3Config(**TINY if args.tiny else QWEN3_8B), dtype=dtype)
+        rng, count = np.random.default_rng(0), args.rows * arguments.world_size * (args.steps + 3)
+        vocabulary = target.config.vocab_size
+        ids = [rng.integers(0, vocabulary, args.length, dtype=np.int64) for _ in range(count)]
+        answers = Sequences(ids, np.ones(count, dtype=np.int64), np.ones(count, dtype=bool))
+        shape = DrafterShape(num_layers=1, markov_rank=8) if args.tiny else DrafterShape()
+        drafter = new_drafter(target, shape, answers, 0)
+        trainer = Timed(drafter, arguments, target=target, train_dataset=AnswerDataset(answers))
+        trainer.train()
+        seconds = (trainer.ends[-1] - trainer.ends[2]) / args.steps
+        rate = matrix_rate(device, dtype, 256 if args.tiny else 8192)
+        estimate = estimate_training(
+            target, drafter.config, rows=args.rows, length=args.length, anchors=args.anchors, pure_bf16=args.pure_bf16
+        )
+        if not trainer.is_world_process_zero():
+            return None
+        return {
+            "processes": arguments.world_size,
+            "drafter_parameters": estimate.parameters,
+            "seconds_per_step": seconds,
+            "tokens_per_second": arguments.world_size * args.rows * args.length / seconds,
+            "flops_per_step": estimate.flops,
+            "matrix_flops_per_second": rate,
+            "utilisation": estimate.flops / seconds / rate,
+            "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+            "estimated_gib": estimate.memory / 2**30,
+            "settings": {name: value for name, value in vars(args).items() if name != "json"},
+        }
+
+
+class Timed(DSparkTrainer):
+    """Notes when each step has ended on the device; the first one's compilation is not in the figures."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ends: list[float] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self.args.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+        return loss
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Operations per second of one large square product, the best of ten."""
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(10):
+        start = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+if __name__ == "__main__":
+    sys.exit(main())
