@@ -31,6 +31,8 @@ LADDER = [
     "scheduling",
     "calibration",
     "telemetry",
+    "ceiling",
+    "round_statistics",
     "divergence",
     "target",
     "windows",

@@ -26,6 +26,7 @@ _EXPORTS = {
     "DSparkGenerationConfig": "generation_config",
     "GenerationStats": "telemetry",
     "RoundRecord": "telemetry",
+    "RoundStatistics": "round_statistics",
     "StepCostTable": "step_costs",
     "generate": "slot",
 }
@@ -39,6 +40,7 @@ __all__ = [
     "DSparkGenerationConfig",
     "GenerationStats",
     "RoundRecord",
+    "RoundStatistics",
     "StepCostTable",
     "__version__",
     "generate",
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
     from .generation_config import DSparkGenerationConfig
     from .modeling_dspark import DSparkDrafter
+    from .round_statistics import RoundStatistics
     from .slot import generate
     from .step_costs import StepCostTable
     from .telemetry import DSparkGenerateOutput, GenerationStats, RoundRecord

@@ -216,8 +216,57 @@ def roc_auc(scores: torch.Tensor, outcomes: torch.Tensor) -> float:
     return (float(held[positive].sum()) - count * (count + 1) / 2) / (count * (len(outcomes) - count))
 
 
+class RunningCalibration:
+    """
+    The same three measures over a stream of probabilities and outcomes, in constant room. Error and Brier score are
+    exact; the area takes probabilities within one of `FINE` bins as equal.
+    """
+
+    FINE = 1000
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._squares = 0.0
+        self._gaps = [0.0] * BINS
+        self._failed, self._passed = [0] * self.FINE, [0] * self.FINE
+
+    def add(self, probability: float, outcome: bool) -> None:
+        """Takes a probability in 0..1 and what came of it."""
+        gap = probability - outcome
+        self.count += 1
+        self._squares += gap * gap
+        self._gaps[min(int(probability * BINS), BINS - 1)] += gap
+        (self._passed if outcome else self._failed)[min(int(probability * self.FINE), self.FINE - 1)] += 1
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error; NaN before the first outcome."""
+        return sum(map(abs, self._gaps)) / self.count if self.count else math.nan
+
+    @property
+    def brier(self) -> float:
+        """Mean squared distance; NaN before the first outcome."""
+        return self._squares / self.count if self.count else math.nan
+
+    @property
+    def auc(self) -> float:
+        """Area under the ROC curve; NaN if all outcomes are equal."""
+        below, area = 0, 0.0
+        for failed, passed in zip(self._failed, self._passed, strict=True):
+            area += passed * (below + failed / 2)
+            below += failed
+        pairs = below * (self.count - below)
+        return area / pairs if pairs else math.nan
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Count and measures, `None` where one is not defined."""
+        values = {"error": self.error, "brier": self.brier, "auc": self.auc}
+        known = {name: None if math.isnan(value) else value for name, value in values.items()}
+        return {"count": self.count, **known}
+
+
 def _is_temperature(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-__all__ = ["ConfidenceCalibration", "brier", "expected_calibration_error", "roc_auc"]
+__all__ = ["ConfidenceCalibration", "RunningCalibration", "brier", "expected_calibration_error", "roc_auc"]

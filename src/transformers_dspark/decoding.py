@@ -25,6 +25,7 @@ from .batch.outputs import TokenRecords
 from .batch.processors import RowProcessors
 from .batch.schedule import RoundSchedule
 from .batch.stopping import RowStopping
+from .batch.trace import RoundTrace, RowCounts
 from .cache import RaggedCache
 from .generation_config import DraftingOptions, eos_ids
 from .modeling_dspark import DSparkDrafter
@@ -150,6 +151,7 @@ class _Batch:
         self._gamma = drafter.config.num_draft_tokens
         self._drawn: torch.Tensor | None = None  # uniforms of the round: drafts, their tests, the bonus
         self._schedule = RoundSchedule(self.options, target, drafter, rows)
+        self._trace = RoundTrace.asked_for(self.options, bool(config.do_sample))
         self._positions_end = learned_positions(target)
         self._keeps_logits = "logits_to_keep" in inspect.signature(target.forward).parameters
         # last of all: from here on the cache of an earlier call is ours
@@ -221,6 +223,12 @@ class _Batch:
         self.records.keep_tokens(rows, kept, [1 + count for count in sent], scores, logits, outputs)
         self._extend(outputs, positions, window, [len(tokens) for tokens in kept])
         seconds = drafted - began, time.perf_counter() - drafted
+        if self._trace is not None:  # before the table learns from the round
+            tested = verdict if sent == lengths else self._judge(by_row, drafts.tokens, drafts.probs, sent)
+            starts = [self.ends[row] - len(tokens) for row, tokens in zip(rows, kept, strict=True)]
+            done = list(map(self._stopping.done, rows))
+            counts = RowCounts(rows, starts, usable, lengths, sent, accepted, tested.accepted.tolist(), kept, done)
+            self._trace.add(counts, drafts, by_row, context, seconds, self._schedule.table)
         drafting = [width > 0 and self._processors.can_speculate for width in widths]
         self._schedule.record(rows, drafting, lengths, accepted, len(ids), context, seconds)
         self._count(rows, sent, accepted, kept, seconds)

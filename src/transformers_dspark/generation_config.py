@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
 import os
@@ -46,6 +47,8 @@ class DSparkGenerationConfig(GenerationConfig):
         assistant_confidence_threshold (`float`): In 0..1: a block ends before its first token whose confidence is
             lower. Defaults to 0.0, which never cuts. With a plain `GenerationConfig`, Transformers' own default of 0.4
             counts as not set.
+        round_callback (`Callable`, `str` or `os.PathLike`, *optional*): Receives a [`RoundRecord`] of every round, as
+            [`RoundStatistics`] does; a path gets them as lines of JSON. It is not saved with the other options.
 
     Raises:
         ValueError: an option out of range.
@@ -58,6 +61,7 @@ class DSparkGenerationConfig(GenerationConfig):
         self.scheduler = kwargs.pop("scheduler", "lagged")
         self.max_verify_tokens = kwargs.pop("max_verify_tokens", None)
         self.seed = kwargs.pop("seed", None)
+        self.round_callback = kwargs.pop("round_callback", None)
         if kwargs.get("assistant_confidence_threshold") is None:
             kwargs["assistant_confidence_threshold"] = 0.0
         super().__init__(**kwargs)
@@ -66,7 +70,18 @@ class DSparkGenerationConfig(GenerationConfig):
         """As for any configuration; a table of step costs becomes the plain numbers it is loaded from."""
         table = getattr(self, "step_cost_table", None)
         plain = {} if table is None or isinstance(table, (bool, str, os.PathLike, dict)) else table.to_dict()
-        return super().to_dict() | ({"step_cost_table": plain} if plain else {})
+        bare = copy.copy(self)
+        bare.round_callback = None
+        written = GenerationConfig.to_dict(bare) | ({"step_cost_table": plain} if plain else {})
+        return {name: value for name, value in written.items() if name != "round_callback"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DSparkGenerationConfig:
+        """`generate` works on a copy; the callable in it stays the caller's own."""
+        new = copy.copy(self)
+        memo[id(self)] = new
+        for name, value in vars(self).items():
+            setattr(new, name, value if name == "round_callback" else copy.deepcopy(value, memo))
+        return new
 
     def validate(self, *args: Any, **kwargs: Any) -> None:
         super().validate(*args, **kwargs)
@@ -80,6 +95,7 @@ class DSparkGenerationConfig(GenerationConfig):
         _check_range("max_verify_tokens", self.max_verify_tokens, 0, None)
         _check_seed(self.seed)
         _check_table(self.step_cost_table)
+        _check_callback(self.round_callback)
         _check_range("assistant_confidence_threshold", self.assistant_confidence_threshold, 0.0, 1.0)
 
 
@@ -96,6 +112,7 @@ class DraftingOptions:
         verify_mode (`str`): One of `VERIFY_MODES`.
         scheduler (`str`): One of `SCHEDULERS`.
         step_cost_table (`str`, `os.PathLike` or `StepCostTable`, *optional*): As it was given.
+        round_callback (`Callable`, `str` or `os.PathLike`, *optional*): As it was given.
     """
 
     width: int
@@ -105,6 +122,7 @@ class DraftingOptions:
     verify_mode: str = "static"
     scheduler: str = "lagged"
     step_cost_table: Any = None
+    round_callback: Any = None
 
     def seed_of(self, row: int) -> int | None:
         """Seed of a row; `None` leaves it to PyTorch's global generator."""
@@ -161,6 +179,7 @@ class DraftingOptions:
             verify_mode=mode,
             scheduler=_given("scheduler", generation_config, beside) or "lagged",
             step_cost_table=table,
+            round_callback=_given("round_callback", generation_config),
         )
 
 
@@ -201,6 +220,13 @@ def _check_table(value: Any) -> None:
         raise ValueError(
             f"step_cost_table={value!r} must be the path of a table that `dspark profile` wrote, a StepCostTable, or "
             "what its to_dict() returns."
+        )
+
+
+def _check_callback(value: Any) -> None:
+    if not (value is None or callable(value) or isinstance(value, (str, os.PathLike))):
+        raise ValueError(
+            f"round_callback={value!r} must be a callable that takes the record of a round, or the path of a file."
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -63,9 +65,8 @@ class GenerationStats:
                 continue
             self.accepted_lengths[row].append(total)
             self.verify_lengths[row].append(sent)
-            # one test fails, unless all passed or the text ended with an accepted token
-            tested = passed + (passed < min(sent, total))
-            for counts, number in ((self.tested_by_position, tested), (self.passed_by_position, passed)):
+            pairs = ((self.tested_by_position, tests(sent, passed, total)), (self.passed_by_position, passed))
+            for counts, number in pairs:
                 counts.extend([0] * (sent - len(counts)))
                 for k in range(number):
                     counts[k] += 1
@@ -194,6 +195,47 @@ class RoundRecord:
         return cls(**known | {"ceilings": [BlockCeiling(**ceiling) for ceiling in values.get("ceilings", [])]})
 
 
+class TraceFile:
+    """
+    Writes each round as a line of JSON; for `round_callback`.
+
+    Args:
+        path (`str` or `os.PathLike`): Made if missing, else lines come behind those it has.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+
+    def __call__(self, record: RoundRecord) -> None:
+        # opened anew for each round: what was written survives an interruption, and calls share a file
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record.to_dict()) + "\n")
+
+
+def read_trace(path: str | os.PathLike[str]) -> Iterator[RoundRecord]:
+    """
+    The rounds in a file of [`TraceFile`]; each call in it counts its rounds from 1.
+
+    Raises:
+        ValueError: a line that is no record.
+        OSError: it cannot be read.
+    """
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield RoundRecord.from_dict(json.loads(line))
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"{os.fspath(path)}, line {number}: no record of a round: {error}") from error
+
+
+def tests(sent: int, accepted: int, committed: int) -> int:
+    """
+    Drafts of a block that came to a test: those accepted and the one that failed, unless all passed or the text ended
+    with an accepted token.
+    """
+    return accepted + (accepted < min(sent, committed))
+
+
 @dataclass
 class DSparkGenerateOutput(GenerateDecoderOnlyOutput):
     """
@@ -207,4 +249,12 @@ class DSparkGenerateOutput(GenerateDecoderOnlyOutput):
     dspark: GenerationStats | None = None
 
 
-__all__ = ["BlockCeiling", "DSparkGenerateOutput", "GenerationStats", "RoundRecord"]
+__all__ = [
+    "BlockCeiling",
+    "DSparkGenerateOutput",
+    "GenerationStats",
+    "RoundRecord",
+    "TraceFile",
+    "read_trace",
+    "tests",
+]
