@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,18 +67,21 @@ class DSparkContext:
         end = self.length + keys.shape[2]
         buffers = self._buffers[layer]
         if buffers is None or buffers[0].shape[2] < end:
-            buffers = self._buffers[layer] = self._grown(buffers, keys, end)
+            buffers = self._buffers[layer] = self._grown(buffers, (keys, values), end)
         for buffer, new in zip(buffers, (keys, values), strict=True):
             buffer[:, :, self.length : end] = new
         return buffers[0][:, :, :end], buffers[1][:, :, :end]
 
-    def _grown(self, old: KeysValues | None, like: torch.Tensor, end: int) -> KeysValues:
-        rows, heads, _, dim = like.shape
-        fresh = (like.new_empty(rows, heads, 2 * end, dim), like.new_empty(rows, heads, 2 * end, dim))
+    def tail(self, window: int | None) -> int:
+        """The first entry that a block behind `window` tokens of context may look at."""
+        return 0 if self.has_gaps or window is None else max(0, self.length - window)
+
+    def _grown(self, old: KeysValues | None, like: KeysValues, end: int) -> KeysValues:
+        keys, values = (new.new_empty(*new.shape[:2], 2 * end, new.shape[-1]) for new in like)
         if old is not None:
-            for new, previous in zip(fresh, old, strict=True):
+            for new, previous in zip((keys, values), old, strict=True):
                 new[:, :, : self.length] = previous[:, :, : self.length]
-        return fresh
+        return keys, values
 
 
 class DSparkAttention(nn.Module):
@@ -219,6 +222,10 @@ class DSparkLayer(nn.Module):
             self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.register_buffer("layer_scalar", torch.ones(1))
 
+    def keys_values(self, states: torch.Tensor, cos_sin: KeysValues) -> KeysValues:
+        """What the context keeps of `(rows, n, hidden)` states, see [`DSparkAttention.keys_values`]."""
+        return self.self_attn.keys_values(states, cos_sin)
+
     def forward(self, states: torch.Tensor, cos_sin: KeysValues, join: Join, mask: Mask) -> torch.Tensor:
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return self._gradient_checkpointing_func(self._forward, states, cos_sin, join, mask)
@@ -232,6 +239,25 @@ class DSparkLayer(nn.Module):
         states = states + self.post_attention_layernorm(mixed)
         states = states + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(states)))
         return states * self.layer_scalar
+
+
+class Parts(NamedTuple):
+    """
+    What a kind of backbone is made of.
+
+    Args:
+        layer, rotary (`Callable`): Of a drafter's configuration, a layer and the angles of its positions.
+        norm (`Callable`): Of a width and `eps`, a norm of hidden states.
+        collapse (`Callable`, *optional*): Of a configuration, the module that makes one state of a token's streams.
+    """
+
+    layer: Callable[[DSparkConfig], nn.Module]
+    rotary: Callable[[DSparkConfig], DSparkRotaryEmbedding]
+    norm: Callable[..., nn.Module]
+    collapse: Callable[[DSparkConfig], nn.Module] | None = None
+
+
+DENSE_PARTS = Parts(DSparkLayer, DSparkRotaryEmbedding, nn.RMSNorm)
 
 
 def _attention_with_sinks(
@@ -252,4 +278,7 @@ def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return states * cos.unsqueeze(2) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(2)
 
 
-__all__ = ["DSparkAttention", "DSparkContext", "DSparkLayer", "DSparkRotaryEmbedding", "KeysValues"]
+__all__ = [
+    "DENSE_PARTS", "DSparkAttention", "DSparkContext", "DSparkLayer", "DSparkRotaryEmbedding", "Join", "KeysValues",
+    "Parts",
+]  # fmt: skip

@@ -6,10 +6,17 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 
-BACKBONES = ("qwen3", "gemma4")
+SPARSE = "deepseek_v4"
+BACKBONES = ("qwen3", "gemma4", SPARSE)
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW_STARTS = ("query", "anchor")
+# what only the sparse backbone has, in the words of Transformers' configuration of DeepSeek-V4
+SPARSE_COUNTS = (
+    "q_lora_rank", "o_groups", "o_lora_rank", "hc_mult", "hc_sinkhorn_iters", "n_routed_experts",
+    "num_experts_per_tok",
+)  # fmt: skip
+SPARSE_FIELDS = (*SPARSE_COUNTS, "hc_eps", "scoring_func", "routed_scaling_factor", "swiglu_limit")
 SIZES = (
     "vocab_size", "draft_vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "block_size", "target_hidden_size",
@@ -22,7 +29,7 @@ TYPES: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
         (
             *SIZES, "max_position_embeddings", "mask_token_id", "num_target_layers", "markov_rank", "pad_token_id",
             "bos_token_id", "global_head_dim", "num_global_key_value_heads", "original_max_position_embeddings",
-            "sliding_window", "swa_window_size", "max_window_layers", "speculative_tokens",
+            "sliding_window", "swa_window_size", "max_window_layers", "speculative_tokens", *SPARSE_COUNTS,
         ),
     ),
     "a whole number or a list of them": ((int, list), ("eos_token_id",)),
@@ -30,7 +37,7 @@ TYPES: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
         (int, float),
         (
             "rms_norm_eps", "final_logit_softcapping", "embedding_scale", "initializer_range", "rope_theta", "factor",
-            "partial_rotary_factor",
+            "partial_rotary_factor", "hc_eps", "routed_scaling_factor", "swiglu_limit",
         ),
     ),
     "true or false": (
@@ -48,6 +55,7 @@ TYPES: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
         (
             "backbone_type", "hidden_act", "hidden_activation", "layout_source", "markov_head_type", "rope_type",
             "type", "sliding_window_from", "projector_type", "speculators_model_type", "algorithm", "attention_mode",
+            "scoring_func",
         ),
     ),
     "a list": (
@@ -62,6 +70,7 @@ TYPES: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
         (
             "rope_parameters", "rope_scaling", "full_attention", "text_config", "per_layer_config", "dspark_config",
             "dflash_config", "speculators_config", "transformer_layer_config", "quantization_config",
+            "backbone_config",
         ),
     ),
 }  # fmt: skip
@@ -81,7 +90,7 @@ def mistyped(fields: Mapping[str, Any]) -> list[str]:
         for name in ("layer_types", "causal_layer_types")
         if isinstance(fields.get(name), (list, tuple)) and not all(isinstance(kind, str) for kind in fields[name])
     ]
-    inner = [fields.get(name) for name in ("rope_parameters", "rope_scaling", "full_attention")]
+    inner = [fields.get(name) for name in ("rope_parameters", "rope_scaling", "full_attention", "backbone_config")]
     return wrong + [problem for part in inner if isinstance(part, dict) for problem in mistyped(part)]
 
 
@@ -96,8 +105,11 @@ class DSparkConfig(PreTrainedConfig):
         hidden_size (`int`): Width of the drafter and of the target's embedding and head, which it shares.
         intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`): Geometry of
             the backbone; `num_attention_heads * head_dim` need not equal `hidden_size`.
-        backbone_type (`str`): `"qwen3"` (pre-norm, QK-norm) or `"gemma4"` (sandwich norms, value norm, layer scalar,
-            attention scaling 1).
+        backbone_type (`str`): `"qwen3"` (pre-norm, QK-norm), `"gemma4"` (sandwich norms, value norm, layer scalar,
+            attention scaling 1) or `"deepseek_v4"` (stages of DeepSeek-V4: several residual streams, experts, one
+            latent head of keys that are the values as well; its heads read states before the final norm).
+        backbone_config (`dict`, *optional*): What only `"deepseek_v4"` has, as in Transformers' `DeepseekV4Config`:
+            ranks of the projections, streams, experts and their router. `intermediate_size` is that of an expert.
         attention_k_eq_v (`bool`): Gemma4 only: values are the un-normed keys; there is no value projection.
         final_logit_softcapping (`float`, *optional*): `cap * tanh(logits / cap)` on the base logits.
         embedding_scale (`float`): Factor on rows of the drafter's own embedding table. A target's embedding brings its
@@ -149,6 +161,7 @@ class DSparkConfig(PreTrainedConfig):
     num_key_value_heads: int = None  # type: ignore[assignment]
     head_dim: int = None  # type: ignore[assignment]
     backbone_type: str = "qwen3"
+    backbone_config: dict[str, Any] | None = None
     attention_k_eq_v: bool = False
     final_logit_softcapping: float | None = None
     embedding_scale: float = 1.0
@@ -250,7 +263,7 @@ class DSparkConfig(PreTrainedConfig):
             problems.append(f"mask_token_id={self.mask_token_id} must lie in 0..{self.vocab_size - 1}")
         if self.draft_vocab_size > self.vocab_size:
             problems.append(f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}")
-        problems += self._attention_problems()
+        problems += self._attention_problems() + self._sparse_problems()
         if self.num_draft_tokens < 1:
             problems.append(f"block_size={self.block_size} must be at least 2 with sample_from_anchor=False")
         temperatures, drafted = self.confidence_temperatures, max(self.num_draft_tokens, 0)
@@ -276,6 +289,61 @@ class DSparkConfig(PreTrainedConfig):
         if self.backbone_type == "gemma4" and SLIDING in kinds:
             problems.append(f"layer_types={kinds} must be {FULL} throughout with backbone_type='gemma4'")
         return problems
+
+    def _sparse_problems(self) -> list[str]:
+        given, problems = self.backbone_config or {}, []
+        if not self.is_sparse:
+            return [f"backbone_config={given} belongs to backbone_type={SPARSE!r}"] if given else []
+        if missing := [name for name in SPARSE_FIELDS if given.get(name) is None]:
+            return [f"backbone_config lacks {', '.join(missing)}"]
+        problems += [f"{name}={given[name]} must be at least 1" for name in SPARSE_COUNTS if given[name] < 1]
+        if problems:
+            return problems
+        if self.num_attention_heads % given["o_groups"]:
+            problems.append(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of o_groups={given['o_groups']}"
+            )
+        if given["num_experts_per_tok"] > given["n_routed_experts"]:
+            problems.append(
+                f"num_experts_per_tok={given['num_experts_per_tok']} must be at most "
+                f"n_routed_experts={given['n_routed_experts']}"
+            )
+        if self.num_key_value_heads != 1:
+            problems.append(f"num_key_value_heads={self.num_key_value_heads} must be 1 with this backbone")
+        if set(self.layer_types) != {SLIDING}:
+            problems.append(f"layer_types={self.layer_types} must be {SLIDING} throughout with this backbone")
+        if self.markov_rank and self.markov_head_type != "vanilla":
+            problems.append(f"markov_head_type={self.markov_head_type!r} must be 'vanilla' with this backbone")
+        if self.rotary_size < 2 or self.rotary_size % 2 or self.rotary_size > self.head_dim:
+            problems.append(f"partial_rotary_factor leaves {self.rotary_size} channels of a head, which must be even")
+        return problems
+
+    def shorten(self, block_size: int) -> None:
+        """
+        Makes blocks shorter; the rows that are left have the temperatures that they had.
+
+        Raises:
+            ValueError: the checkpoint's block has fewer rows, or no row would draft.
+        """
+        least = 1 + self.first_draft_row
+        if type(block_size) is not int or not least <= block_size <= self.block_size:
+            raise ValueError(
+                f"block_size={block_size!r} must lie in {least}..{self.block_size}, the rows that the drafter was "
+                "trained with."
+            )
+        self.block_size = block_size
+        if self.confidence_temperatures is not None:
+            self.confidence_temperatures = self.confidence_temperatures[: self.num_draft_tokens]
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the backbone is made of DeepSeek-V4's stages."""
+        return self.backbone_type == SPARSE
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head of the sparse backbone that turn, the last ones."""
+        return int(self.head_dim * (self.rope_parameters or {}).get("partial_rotary_factor", 1.0))
 
     @property
     def num_draft_tokens(self) -> int:
@@ -303,4 +371,4 @@ class DSparkConfig(PreTrainedConfig):
         return self.draft_vocab_size < self.vocab_size
 
 
-__all__ = ["FULL", "SLIDING", "DSparkConfig", "mistyped"]
+__all__ = ["FULL", "SLIDING", "SPARSE", "SPARSE_COUNTS", "SPARSE_FIELDS", "DSparkConfig", "mistyped"]

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCard
 
-from .checkpoints import HUB_ARGUMENTS, family_of, read_config
+from .checkpoints import HUB_ARGUMENTS, deepseek_v4, family_of, read_config
 from .checkpoints.files import local_folder, read_tensors
 from .checkpoints.tensors import EMBEDDING, HEAD, canonical_names
 from .checkpoints.unsupported import other_kind
@@ -35,6 +36,8 @@ class Inspection:
         bytes_in_file (`int`): Size of the file's tensors.
         bytes_kept (`int`): What of it the drafter keeps in memory, in the file's dtype.
         left_out (`list[str]`): Tensors of the file that are not needed, or borrowed from the target.
+        plan (`str`, *optional*): What loading takes, of a drafter inside its target's checkpoint; nothing else of that
+            is read.
     """
 
     path: str
@@ -48,6 +51,7 @@ class Inspection:
     bytes_in_file: int = 0
     bytes_kept: int = 0
     left_out: list[str] = field(default_factory=list)
+    plan: str | None = None
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], **kwargs: Any) -> Inspection:
@@ -64,6 +68,8 @@ class Inspection:
         """
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         raw = read_config(path, **hub)
+        if deepseek_v4.holds_drafter(raw):
+            return cls._embedded(path, raw, hub, kwargs)
         if raw.get("model_type") == DSparkConfig.model_type:
             name, evidence = "canonical", f"model_type {raw['model_type']}"
         else:
@@ -93,6 +99,31 @@ class Inspection:
             bytes_in_file=sum(tensor.nbytes for tensor in tensors.values()),
             bytes_kept=sum(tensor.nbytes for tensor in state.values()),
             left_out=sorted(name for name, tensor in tensors.items() if id(tensor) not in used),
+        )
+
+    @classmethod
+    def _embedded(
+        cls, path: str | os.PathLike[str], raw: dict[str, Any], hub: dict[str, Any], kwargs: dict[str, Any]
+    ) -> Inspection:
+        """By configuration and headers alone: the tensors may be many gigabytes."""
+        layout = kwargs.get("sample_from_anchor")
+        try:
+            found = deepseek_v4.Embedded.find(path, raw, dtype=kwargs.get("dtype"), sample_from_anchor=layout, **hub)
+            with torch.device("meta"):
+                parameters = sum(parameter.numel() for parameter in DSparkDrafter(found.config).parameters())
+        except ValueError as error:
+            return cls(str(path), deepseek_v4.NAME, deepseek_v4.EVIDENCE, problem=str(error))
+        return cls(
+            str(path),
+            deepseek_v4.NAME,
+            deepseek_v4.EVIDENCE,
+            config=found.config,
+            target_name=str(path),
+            dtypes=sorted({str(piece.dtype).removeprefix("torch.") for piece in found.slices}),
+            parameters=parameters,
+            bytes_in_file=found.plan.bytes_read,
+            bytes_kept=found.plan.bytes_in_memory,
+            plan=str(found.plan),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,6 +169,7 @@ class Inspection:
                 "bytes_kept": self.bytes_kept,
             },
             "left_out": self.left_out,
+            "plan": self.plan,
             "target": {
                 "name": self.target_name,
                 "hidden_size": config.target_hidden_size,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,33 +17,12 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from .backbone_dspark import DSparkContext, DSparkLayer, DSparkRotaryEmbedding, KeysValues
+from .backbone_dspark import DENSE_PARTS, DSparkContext, DSparkLayer, DSparkRotaryEmbedding, KeysValues
 from .borrowed_dspark import Borrowed, few_rows_linear, misfits, offloaded
 from .configuration_dspark import DSparkConfig
 from .heads_dspark import DSparkConfidenceHead, DSparkMarkovHead
 from .masks_dspark import Masks, block_masks
-
-
-Select = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-KeepGoing = Callable[[int, "torch.Tensor | None", torch.Tensor], bool]
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """
-    One drafted block of `width <= num_draft_tokens` tokens a row.
-
-    Args:
-        tokens (`torch.LongTensor` of shape `(rows, width)`): Drafted ids in the target's vocabulary.
-        logits (`torch.FloatTensor` of shape `(rows, width, vocab_size)`): float32 logits that each token was chosen
-            from; `-inf` where the drafter cannot propose.
-        confidence (`torch.FloatTensor` of shape `(rows, width)`, *optional*): Probability in 0..1 that the token
-            passes verification given that those before it did. It depends on earlier tokens only.
-    """
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
-    confidence: torch.Tensor | None
+from .proposal_dspark import KeepGoing, Proposal, Select
 
 
 class DSparkDrafter(PreTrainedModel):
@@ -71,19 +49,25 @@ class DSparkDrafter(PreTrainedModel):
     main_input_name = "taps"
     _supports_sdpa = True
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DSparkLayer"]  # noqa: RUF012 (Transformers declares it so)
+    _no_split_modules = ["DSparkLayer", "DSparkSparseLayer"]  # noqa: RUF012 (Transformers declares it so)
     _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}  # noqa: RUF012
     _auto_class = "AutoModel"  # saved folders bring this code: `trust_remote_code` opens them without the package
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
+        parts = DENSE_PARTS
+        if config.is_sparse:  # imported only here: it brings Transformers' model of DeepSeek-V4 along
+            from .sparse_dspark import FLOAT32_MODULES, SPARSE_PARTS
+
+            parts, self._keep_in_fp32_modules_strict = SPARSE_PARTS, FLOAT32_MODULES
         self.fc = nn.Linear(config.num_taps * config.target_hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = parts.norm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
-            [DSparkLayer(config) for _ in range(config.num_hidden_layers)]
+            [parts.layer(config) for _ in range(config.num_hidden_layers)]
         )
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = DSparkRotaryEmbedding(config)
+        self.hc_head = None if parts.collapse is None else parts.collapse(config)
+        self.norm = parts.norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = parts.rotary(config)
         self.markov_head = DSparkMarkovHead(config) if config.markov_rank else None
         self.confidence_head = DSparkConfidenceHead(config) if config.enable_confidence_head else None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embeddings else None
@@ -93,6 +77,13 @@ class DSparkDrafter(PreTrainedModel):
         self._borrowed: Borrowed | None = None
         self.add_model_tags(["speculative-decoding", "dspark"])
         self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if self.config.is_sparse:
+            from .sparse_dspark import initialize
+
+            initialize(module, self.config.initializer_range)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """
@@ -150,7 +141,9 @@ class DSparkDrafter(PreTrainedModel):
         return self._bound().embed(ids, self.config.raw_embedding).to(self.device, self.dtype)
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Base logits `(..., draft_vocab_size)` of normed states `(..., hidden)`, with scale and softcap."""
+        """Base logits `(..., draft_vocab_size)` of block states `(..., hidden)`, with scale and softcap."""
+        if self.hc_head is not None:
+            hidden = self.norm(hidden)
         if self.lm_head is not None:
             return self._softcapped(self.lm_head(hidden), self.config.final_logit_softcapping)
         parts = self._bound()
@@ -198,7 +191,7 @@ class DSparkDrafter(PreTrainedModel):
         """What each layer's context keeps of `(rows, n)` tokens: pairs of `(rows, kv_heads, n, head_dim)`."""
         states = self.hidden_norm(self.fc(taps.to(self.device, self.dtype)))
         cos_sin = self.rotary_emb(states, position_ids)
-        return [layer.self_attn.keys_values(states, cos_sin) for layer in self.layers]
+        return [layer.keys_values(states, cos_sin) for layer in self.layers]
 
     def _backbone(
         self,
@@ -209,10 +202,12 @@ class DSparkDrafter(PreTrainedModel):
     ) -> torch.Tensor:
         states = self.embed(block_ids)
         cos_sin = self.rotary_emb(states, position_ids)
+        if self.hc_head is not None:  # each residual stream begins with the embedding
+            states = states.unsqueeze(2).repeat(1, 1, (self.config.backbone_config or {})["hc_mult"], 1)
         for index, layer in enumerate(self.layers):
             mask = masks[self.config.layer_types[index]]
             states = layer(states, cos_sin, functools.partial(join, index), mask)
-        return self.norm(states)
+        return self.norm(states) if self.hc_head is None else self.hc_head(states)
 
     def _masks(self, context: torch.Tensor, block: torch.Tensor, visible: torch.Tensor | None) -> Masks:
         if not self.config.needs_masks:
@@ -241,7 +236,8 @@ class DSparkDrafter(PreTrainedModel):
                 come on top. `None` lets every query see everything that its layer shows.
 
         Returns:
-            `torch.FloatTensor` of shape `(rows, queries, hidden)`, after the final norm.
+            `torch.FloatTensor` of shape `(rows, queries, hidden)`, after the final norm; before it with the sparse
+            backbone, whose confidence head reads them so.
         """
         context = self.context_keys_values(taps, position_ids)
 
@@ -289,11 +285,17 @@ class DSparkDrafter(PreTrainedModel):
         block = anchor_ids.new_full((anchor_ids.shape[0], size), self.config.mask_token_id)
         block[:, 0] = self._known(anchor_ids)
         positions = position_ids[:, None] + torch.arange(size, device=position_ids.device)
+        first = context.tail(self.config.sliding_window) if self.config.is_sparse else 0
+        committed = context.positions[:, first:] if context.length else positions[:, :0]
         if context.has_gaps:
-            places = torch.cat((context.positions, positions.to(context.positions.device)), dim=1)
+            places = torch.cat((committed, positions.to(committed.device)), dim=1)
             visible = (places >= 0)[:, None, None].to(self.device)
-        committed = context.positions if context.length else positions[:, :0]
-        return self._backbone(block, positions, context.stage, self._masks(committed, positions, visible))
+
+        def join(layer: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+            keys, values = context.stage(layer, keys, values)
+            return keys[:, :, first:], values[:, :, first:]
+
+        return self._backbone(block, positions, join, self._masks(committed, positions, visible))
 
     def propose(
         self,
@@ -375,6 +377,7 @@ class DSparkDrafter(PreTrainedModel):
         *args: Any,
         own_embeddings: bool = False,
         sample_from_anchor: bool | None = None,
+        block_size: int | None = None,
         **kwargs: Any,
     ) -> DSparkDrafter:
         """
@@ -384,6 +387,7 @@ class DSparkDrafter(PreTrainedModel):
             pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub repository.
             own_embeddings (`bool`): Keep the checkpoint's own embedding and head instead of borrowing the target's.
             sample_from_anchor (`bool`, *optional*): The layout (see [`DSparkConfig`]) if the file does not tell it.
+            block_size (`int`, *optional*): Rows of a block, at most the checkpoint's; fewer rows draft fewer tokens.
             kwargs: As for any model of Transformers. Without `dtype` the checkpoint's is kept.
 
         Raises:
@@ -419,9 +423,30 @@ class DSparkDrafter(PreTrainedModel):
         model._account_for(info, path)
         if own_embeddings and not model.config.own_embeddings:
             raise ValueError(f"own_embeddings=True, but {path} holds no embedding of its own; borrow the target's.")
+        if block_size is not None:
+            model.config.shorten(block_size)
         model.name_or_path = model.config.name_or_path = str(path)
         model.generation_config = options
         return (model, info) if with_info else model  # type: ignore[return-value]
+
+    @classmethod
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> DSparkDrafter:
+        """
+        The drafter of a target that is in memory already, in its dtype and bound to it.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            pretrained_model_name_or_path (`str` or `os.PathLike`, *optional*): Where the drafter is. Defaults to the
+                target's own checkpoint, for a drafter that lies inside.
+            kwargs: As for [`~DSparkDrafter.from_pretrained`].
+        """
+        path = target.name_or_path if pretrained_model_name_or_path is None else pretrained_model_name_or_path
+        return cls.from_pretrained(path, **{"dtype": target.dtype} | kwargs).bind_target(target)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any

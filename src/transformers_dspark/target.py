@@ -37,7 +37,10 @@ class TargetTaps:
     def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int], keep_all: bool = False) -> None:
         self.layer_ids = tuple(layer_ids)
         self._target = target
-        self._last = target.config.get_text_config().num_hidden_layers - 1
+        text = target.config.get_text_config()
+        self._last = text.num_hidden_layers - 1
+        # hyper-connections: a token has several residual streams, and its state is their mean
+        self._streams: int | None = getattr(text, "hc_mult", None)
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._last_output: torch.Tensor | None = None
         self._thread: int | None = None
@@ -89,7 +92,7 @@ class TargetTaps:
 
         Raises:
             RuntimeError: the target did not return a hidden state that it was asked for.
-            NotImplementedError: it keeps several states a token.
+            NotImplementedError: it keeps several states a token, and not as hyper-connections do.
         """
         states = outputs.get("hidden_states") or ()
         taps = []
@@ -103,6 +106,8 @@ class TargetTaps:
                     f"{type(self._target).__name__} returned no hidden state for the tap on layer {layer}; a DSpark "
                     "target has to support `output_hidden_states`."
                 )
+            if tap.dim() == 4 and tap.shape[2] == self._streams:
+                tap = tap.mean(dim=2)
             if tap.dim() != 3:
                 raise NotImplementedError(
                     f"The hidden states of {type(self._target).__name__} have shape {tuple(tap.shape)} instead of "

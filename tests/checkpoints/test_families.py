@@ -507,17 +507,6 @@ REFUSED = {
         None,
         r"SpecForge \(domino\)",
     ),
-    "DeepSeek-V4": (
-        "DeepSpec",
-        {
-            "architectures": ["DeepseekV4ForCausalLM"],
-            "dspark_block_size": 5,
-            "dspark_target_layer_ids": [40, 41, 42],
-            "dspark_markov_rank": 256,
-        },
-        None,
-        r"embedded in a DeepSeek-V4 target, .*block of 5, taps \[40, 41, 42\], Markov rank 256",
-    ),
     "a scale on values": (
         "z-lab DFlash",
         {"dflash_config": TAPS | {"block_size": 4, "attention_value_scale": 0.6}},

@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.checkpoints.families import SHAPE, TWINS, canonical, tensors_of, write
-from transformers_dspark import cli
+from tests.deepseek_v4.tiny import write_checkpoint
+from transformers_dspark import DSparkDrafter, cli
 from transformers_dspark.evaluation import layout_probe
 
 
@@ -82,15 +83,23 @@ def test_refused_families_are_described(tmp_path, capsys):
 
 
 def test_a_target_with_a_drafter_inside(tmp_path, capsys):
-    """Nothing of such a target's many files is read for it."""
-    raw = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "dspark_block_size": 5}
-    raw |= {"dspark_target_layer_ids": [40, 41, 42], "dspark_markov_rank": 256}
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "config.json").write_text(json.dumps(raw))
-    report = inspected(tmp_path / "d", tmp_path, code=1)
+    path = write_checkpoint(tmp_path / "d")
+    report = inspected(path, tmp_path)
     assert report["family"] == "DSpark embedded in a DeepSeek-V4 target"
-    assert report["recognised_by"] == "architectures ['DeepseekV4ForCausalLM']"
-    assert "block of 5, taps [40, 41, 42], Markov rank 256" in report["problem"]
+    assert report["recognised_by"] == "field dspark_block_size"
+    assert (report["block_size"], report["drafted_tokens"], report["taps"]) == (5, 5, [1, 2, 3])
+    assert report["backbone"]["type"] == "deepseek_v4"
+    assert report["heads"]["markov_rank"] == 6
+    assert "in 2 files" in report["plan"]
+    drafter = DSparkDrafter.from_pretrained(path)
+    assert report["size"]["parameters"] == sum(p.numel() for p in drafter.parameters())
+    assert "to load it" in capsys.readouterr().out
+
+
+def test_a_target_without_its_drafters_tensors(tmp_path, capsys):
+    raw = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "dspark_block_size": 5}
+    report = inspected(write(tmp_path / "d", raw, {"x": torch.ones(1)}), tmp_path, code=1)
+    assert "the files hold no mtp.* tensors" in report["problem"]
     capsys.readouterr()
 
 

@@ -9,6 +9,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..configuration_dspark import mistyped
+from .deepseek_v4 import NAME as EMBEDDED
+from .deepseek_v4 import holds_drafter, open_embedded
 from .deepspec import DEEPSPEC, NEMOTRON
 from .dflash import DFLASH, LFM2, SPECFORGE
 from .family import Family, convert
@@ -34,7 +36,7 @@ def family_of(raw: dict[str, Any]) -> Family:
         ValueError: it is no drafter's.
         NotImplementedError: it is a drafter's of a kind that cannot run yet.
     """
-    names = ", ".join(family.name for family in FAMILIES)
+    names = ", ".join([*(family.name for family in FAMILIES), EMBEDDED])
     if problems := mistyped({name: raw.get(name) for name in RECOGNISED_BY}):
         raise ValueError(f"The configuration cannot be read: {'; '.join(problems)}.")
     if refusal := other_kind(raw):
@@ -84,7 +86,7 @@ def open_checkpoint(
         `OpenedCheckpoint`, or `None` when it is canonical and Transformers can open it as it is.
 
     Raises:
-        ValueError: not a drafter of a known family.
+        ValueError: not a drafter of a known family, or a damaged one.
         NotImplementedError: a known family, or an option of one, that cannot run yet.
     """
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
@@ -93,7 +95,17 @@ def open_checkpoint(
         if os.path.isdir(path):
             shard_names(local_folder(path, **hub))
         return None
+    dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
     try:
+        if holds_drafter(raw):
+            if own_embeddings:
+                raise ValueError("own_embeddings=True, but a drafter inside its target has no embedding of its own.")
+            if kwargs.get("quantization_config") is not None:
+                raise NotImplementedError(
+                    "the drafter inside DeepSeek-V4 cannot be kept quantized, since Transformers' fp8 and fp4 layers "
+                    "do not know it: leave quantization_config out, and its weights become floating point on loading."
+                )
+            return open_embedded(path, raw, dtype=dtype, sample_from_anchor=sample_from_anchor, **hub)
         family = family_of(raw)
         tensors = read_tensors(local_folder(path, **hub))
         opened = convert(family, raw, tensors, own_embeddings=own_embeddings, sample_from_anchor=sample_from_anchor)
@@ -102,7 +114,7 @@ def open_checkpoint(
         raise NotImplementedError(f"{path}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    _cast(opened.tensors, kwargs.get("dtype", kwargs.get("torch_dtype")))
+    _cast(opened.tensors, dtype)
     return opened
 
 

@@ -15,6 +15,9 @@ from safetensors import SafetensorError, safe_open
 from ..configuration_dspark import DSparkConfig
 
 
+INDEX = "model.safetensors.index.json"
+
+
 @dataclass(frozen=True)
 class OpenedCheckpoint:
     """A foreign checkpoint in canonical terms: configuration, tensors by canonical name, the body's dtype, family."""
@@ -33,23 +36,28 @@ def local_folder(path: str | os.PathLike[str], subfolder: str = "", **hub: Any) 
     return root / subfolder
 
 
-def shard_names(folder: Path) -> list[str]:
+def weight_map(folder: Path) -> dict[str | None, str]:
     """
-    The safetensors files that a folder's index names, or the one of a folder without an index.
+    The file of each tensor by a folder's index; of a folder without one, its file for all of them (`None`).
 
     Raises:
         ValueError: the index is damaged.
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if not index.exists():
-        return ["model.safetensors"]
+        return {None: "model.safetensors"}
     try:
-        names = json.loads(index.read_text())["weight_map"].values()
-        if wrong := [name for name in names if not isinstance(name, str)]:
+        names = json.loads(index.read_text())["weight_map"]
+        if wrong := [name for name in names.values() if not isinstance(name, str)]:
             raise TypeError(f"weight_map names {wrong[0]!r}, which is no file")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is damaged or incomplete ({error!r}); fetch it again.") from error
-    return sorted(set(names))
+    return dict(names)
+
+
+def shard_names(folder: Path) -> list[str]:
+    """The safetensors files of a folder, see [`weight_map`]."""
+    return sorted(set(weight_map(folder).values()))
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -82,4 +90,4 @@ def _mapped(file: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-__all__ = ["OpenedCheckpoint", "local_folder", "read_tensors", "shard_names"]
+__all__ = ["INDEX", "OpenedCheckpoint", "local_folder", "read_tensors", "shard_names", "weight_map"]

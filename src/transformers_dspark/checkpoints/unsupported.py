@@ -31,15 +31,6 @@ def other_kind(raw: dict[str, Any]) -> tuple[str, str] | None:
     architectures = " ".join(map(str, raw.get("architectures") or ())).lower()
     nested, speculators = raw.get("dflash_config") or {}, raw.get("speculators_config") or {}
     algorithm = str(raw.get("speculators_model_type") or speculators.get("algorithm") or "").lower()
-    text = raw.get("text_config") or {}
-    if "dspark_block_size" in raw or "dspark_block_size" in text:
-        given = text | raw
-        taps = given.get("dspark_target_layer_ids")
-        return (
-            "DSpark embedded in a DeepSeek-V4 target",
-            f"its stages (mtp.* in the target's own files, block of {given['dspark_block_size']}, taps {taps}, Markov "
-            f"rank {given.get('dspark_markov_rank')}) are mixtures of experts over four residual streams",
-        )
     if "dflash2" in architectures or algorithm == "dflash2" or nested.get("selector_top_k"):
         return _TENSORS["candidate_selector."]
     if "eagle" in architectures or "eagle" in algorithm:

@@ -100,6 +100,8 @@ def _lines(result: dict[str, Any]) -> list[tuple[str, str]]:
             f"{target['vocab_size']:,}",
         ),
     ]
+    if result["plan"]:
+        lines.append(("to load it", result["plan"]))
     if "probe" in result:
         probe = result["probe"]
         lines.append(
