@@ -1,3 +1,5 @@
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,6 +64,22 @@ def test_save_and_load(tmp_path):
     config.save_pretrained(tmp_path)
     assert DSparkGenerationConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
     assert GenerationConfig.from_pretrained(tmp_path).max_new_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({"seed": np.int64(5), "max_new_tokens": np.int32(9)}, {"seed": 5, "max_new_tokens": 9}),
+        ({"seed": [np.int64(5), 6]}, {"seed": [5, 6]}),
+        ({"assistant_confidence_threshold": np.float32(0.5)}, {"assistant_confidence_threshold": 0.5}),
+        ({"step_cost_table": Path("costs.json")}, {"step_cost_table": "costs.json"}),
+        ({"step_cost_table": {"steps": [np.float64(2)]}}, {"step_cost_table": {"steps": [2.0]}}),
+    ],
+)
+def test_what_is_given_can_be_written(given, written):
+    config = DSparkGenerationConfig(**given)
+    assert written.items() <= json.loads(config.to_json_string()).items()
+    assert repr(config)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,8 @@ def test_drafts() -> None:
         [StepCost(1, 1, 0, 0.0)],
         [StepCost(1, 1, 0, float("nan"))],
         [StepCost(1, 1, 0, float("inf"))],
+        [StepCost(1, 1, 0, 5e-324)],
+        [StepCost(1, 1, 0, 1e300)],
     ],
 )
 def test_tables_that_cannot_be(steps) -> None:
@@ -111,6 +113,16 @@ def test_a_saved_table_is_the_same(tmp_path) -> None:
 def test_counts_are_whole_numbers(rows, tokens) -> None:
     with pytest.raises(ValueError, match="whole numbers from 1 on"):
         StepCostTable([StepCost(rows, tokens, 0, 1.0)])
+
+
+def test_a_step_is_measured_once() -> None:
+    with pytest.raises(ValueError, match="one step for each number of rows, tokens and context"):
+        StepCostTable([StepCost(1, 1, 0, 1.0), StepCost(1, 2, 0, 1.0), StepCost(1, 1, 0, 2.0)])
+
+
+def test_a_refresh_stays_in_range() -> None:
+    table = StepCostTable([StepCost(1, 1, 0, 1e-9), StepCost(1, 9, 0, 1.0)])
+    assert table.refreshed(1, 9, 0, 0.5).steps[0].seconds == 1e-9
 
 
 def test_a_draft_is_measured_once() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -67,13 +68,14 @@ class DSparkGenerationConfig(GenerationConfig):
         super().__init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """As for any configuration; a table of step costs becomes the plain numbers it is loaded from."""
-        table = getattr(self, "step_cost_table", None)
-        plain = {} if table is None or isinstance(table, (bool, str, os.PathLike, dict)) else table.to_dict()
+        """
+        As for any configuration, in values that JSON knows: a table of step costs becomes the numbers it is loaded
+        from, and those of NumPy become Python's.
+        """
         bare = copy.copy(self)
         bare.round_callback = None
-        written = GenerationConfig.to_dict(bare) | ({"step_cost_table": plain} if plain else {})
-        return {name: value for name, value in written.items() if name != "round_callback"}
+        written = GenerationConfig.to_dict(bare)
+        return {name: _plain(value) for name, value in written.items() if name != "round_callback"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DSparkGenerationConfig:
         """`generate` works on a copy; the callable in it stays the caller's own."""
@@ -189,6 +191,18 @@ def eos_ids(*configs: Any) -> set[int]:
     for value in (getattr(config, "eos_token_id", None) for config in configs):
         found.update([] if value is None else [value] if isinstance(value, int) else map(int, value))
     return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if callable(getattr(value, "curve", None)):  # a table of step costs, see `_check_table`
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
 def _given(name: str, *configs: GenerationConfig | None) -> Any:

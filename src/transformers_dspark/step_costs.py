@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -23,6 +23,8 @@ from .profiling import time_drafts, time_steps
 
 FORMAT = "dspark-step-costs"
 UNSTABLE = 0.2  # relative spread of a cell's samples from which a table says that it is not to be trusted
+
+LEAST, MOST = 1e-9, 1e9  # seconds; between them no sum, ratio or slope leaves the range of float64
 
 # Shares of a round's surprise that the whole table and the nearest cell take over in `refreshed`.
 TABLE_SHARE, CELL_SHARE = 1 / 16, 1 / 8
@@ -65,6 +67,9 @@ class DraftCost:
     spread: float = 0.0
 
 
+Cost = TypeVar("Cost", StepCost, DraftCost)
+
+
 @dataclass(frozen=True)
 class StepCostTable:
     """
@@ -82,7 +87,7 @@ class StepCostTable:
         measured (`Mapping[str, Any]`): When, on which machine and with which versions.
 
     Raises:
-        ValueError: no steps, counts below 1, or seconds that are not finite and above 0.
+        ValueError: no steps, two measurements of the same, counts below 1, or seconds of no step that there can be.
     """
 
     steps: Sequence[StepCost]
@@ -98,9 +103,12 @@ class StepCostTable:
             counts = cost.rows, getattr(cost, "tokens", 1), getattr(cost, "context", 0) + 1
             if not all(isinstance(n, numbers.Integral) and 1 <= int(n) < 2**31 for n in counts):
                 raise ValueError(f"{cost}: rows and tokens must be whole numbers from 1 on, context one from 0 on.")
-            if not (0 < cost.seconds < math.inf and 0 <= cost.spread < math.inf):
-                raise ValueError(f"{cost}: seconds must be finite and above 0, the spread finite and not negative.")
-
+            if not (LEAST <= cost.seconds <= MOST and 0 <= cost.spread < math.inf):
+                raise ValueError(
+                    f"{cost}: seconds must be in {LEAST:g}..{MOST:g}, the spread finite and not negative."
+                )
+        if len({(cost.rows, cost.tokens, cost.context) for cost in self.steps}) < len(self.steps):
+            raise ValueError("A table of step costs takes one step for each number of rows, tokens and context.")
         if len({cost.rows for cost in self.drafts}) < len(self.drafts):
             raise ValueError("A table of step costs takes one draft for each number of rows.")
 
@@ -185,6 +193,7 @@ class StepCostTable:
             progress()
             return float(median), float((high - low) / median)
 
+        rows, tokens_per_row, context = (sorted(set(counts)) for counts in (rows, tokens_per_row, context))
         drafts, steps = [], []
         if drafter is not None:
             middle = sorted(context)[len(context) // 2]
@@ -224,7 +233,7 @@ class StepCostTable:
         shares = np.full(len(self.steps), TABLE_SHARE)
         shares[int(distances.argmin())] += CELL_SHARE
         factors = np.exp(surprise * shares)
-        steps = tuple(replace(c, seconds=c.seconds * float(f)) for c, f in zip(self.steps, factors, strict=True))
+        steps = tuple(_slower(cost, float(factor)) for cost, factor in zip(self.steps, factors, strict=True))
         return replace(self, steps=steps)
 
     def refreshed_draft(self, rows: int, seconds: float) -> StepCostTable:
@@ -232,7 +241,7 @@ class StepCostTable:
         if not self.drafts:
             return replace(self, drafts=(DraftCost(rows, seconds),))
         factor = math.exp(_surprise(seconds, self.draft_curve(rows)[-1]) * CELL_SHARE)
-        return replace(self, drafts=tuple(replace(cost, seconds=cost.seconds * factor) for cost in self.drafts))
+        return replace(self, drafts=tuple(_slower(cost, factor) for cost in self.drafts))
 
     def check_target(self, target: PreTrainedModel) -> None:
         """
@@ -389,6 +398,10 @@ def _bracket(points: np.ndarray, x: float, beyond: bool) -> tuple[int, int, floa
     high = min(int(points.searchsorted(x)), len(points) - 1)
     weight = float((x - points[high - 1]) / (points[high] - points[high - 1]))
     return high - 1, high, weight if beyond else min(weight, 1.0)
+
+
+def _slower(cost: Cost, factor: float) -> Cost:
+    return replace(cost, seconds=min(max(cost.seconds * factor, LEAST), MOST))
 
 
 def _surprise(seconds: float, expected: float) -> float:

@@ -206,6 +206,15 @@ def test_custom_criterion(lab, both, eos, with_scores):
     ) - int((ours[:, 9:] == 0).sum())
 
 
+@pytest.mark.parametrize("answer", [torch.zeros(0), torch.zeros(4), None], ids=["empty", "too many", "none"])
+def test_criteria_answer_for_one_row(lab, answer):
+    ids, mask = ragged(3)
+    with pytest.raises(ValueError, match="true or false for each row"):
+        lab.target().generate(
+            ids, attention_mask=mask, assistant_model=lab.drafter(), stopping_criteria=[lambda ids, scores: answer]
+        )
+
+
 def test_stop_strings(lab, both):
     vocabulary = {"".join(pair): i for i, pair in enumerate(itertools.product("ghijklmn", "stuvwxyz"))}
     del vocabulary["nz"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
@@ -60,18 +61,29 @@ class RowStopping:
             if self._others:
                 so_far = text[row : row + 1, : end + count]
                 seen = None if scores is None else tuple(s[None] for s in scores[: len(scores) - len(new) + count])
-                answers = [bool(torch.as_tensor(c(so_far, seen)).all()) for c in self._others]  # all are asked
+                answers = [_answer(c, so_far, seen) for c in self._others]  # all are asked
                 ends = ends or any(answers)
             if ends:
                 self._done.add(row)
                 return count
-        if any(bool(c(text[row : row + 1, : end + len(new)], None).all()) for c in self._time):
+        if any(_answer(c, text[row : row + 1, : end + len(new)], None) for c in self._time):
             self._done.add(row)
         return len(new)
 
     def done(self, row: int) -> bool:
         """Whether a row's text has ended."""
         return row in self._done
+
+
+def _answer(criterion: Any, text: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
+    given = criterion(text, scores)
+    if given is None or torch.as_tensor(given).numel() != 1:
+        shape = list(given.shape) if isinstance(given, torch.Tensor) else given
+        raise ValueError(
+            f"{type(criterion).__name__} answered {shape} for one text: a stopping criterion returns true or false "
+            "for each row of the ids that it is given."
+        )
+    return bool(torch.as_tensor(given).all())
 
 
 __all__ = ["RowStopping"]
