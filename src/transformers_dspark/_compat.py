@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers.generation import GenerationMode
 
 # Methods of GenerationMixin that `integration` wraps. The first is the last point before any work at which `generate`
 # shows configuration and assistant together; the second is chosen whenever there is an assistant, and is the loop that
@@ -80,8 +81,24 @@ def generation_defaults() -> dict[str, Any]:
 
 
 def keeps_recurrent_state(target: PreTrainedModel) -> bool:
-    """Whether a model cannot go back to a shorter text; `slot` refuses those. Superfluous with a public flag."""
+    """
+    Whether a model cannot go back to a shorter text; only the batched loop serves those. Superfluous with a public
+    flag.
+    """
     return getattr(target, "_is_stateful", False)
+
+
+def unassisted_mode(target: PreTrainedModel, config: GenerationConfig, mode: GenerationMode) -> GenerationMode:
+    """
+    The mode of the same call without an assistant, where `VALIDATE_MODE` would refuse every assistant of a model that
+    keeps recurrent states; `integration` answers for our drafter, whose loop never cuts such a state. Superfluous when
+    an assistant may say so itself.
+    """
+    from transformers.generation import GenerationMode
+
+    if mode != GenerationMode.ASSISTED_GENERATION or not keeps_recurrent_state(target):
+        return mode
+    return GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
 
 
 def learns_prompt(target: PreTrainedModel) -> bool:
@@ -122,4 +139,5 @@ __all__ = [
     "keeps_recurrent_state",
     "learns_prompt",
     "rebind",
+    "unassisted_mode",
 ]

@@ -60,11 +60,6 @@ def check_request(target: PreTrainedModel, drafter: Any, config: GenerationConfi
         )
     if target.config.is_encoder_decoder:
         raise NotImplementedError(f"{name} is an encoder-decoder model; DSpark drafts for decoder-only targets.")
-    if keeps_recurrent_state(target):
-        raise NotImplementedError(
-            f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft: generate without the "
-            "drafter."
-        )
     if config.cache_implementation == "quantized":
         raise NotImplementedError(
             "cache_implementation='quantized' cannot be rolled back after a rejected draft: use 'dynamic' or 'static'."
@@ -151,6 +146,11 @@ def assisted_decoding(
 
 
 def _check_call(target: PreTrainedModel, input_ids: torch.Tensor, cache: Cache | None) -> None:
+    if keeps_recurrent_state(target):
+        raise NotImplementedError(
+            f"{type(target).__name__} keeps a recurrent state, which dspark_loop='transformers' cannot roll back "
+            "after a rejected draft: use 'auto' or 'batched', of the package transformers-dspark."
+        )
     if input_ids.shape[0] != 1:
         raise ValueError(
             f"dspark_loop='transformers' takes one prompt, and this call has {input_ids.shape[0]}: use 'auto' or "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext, swap_rows
+from .recurrent import RECURRENT_KINDS, RecurrentRows, missing_mixers, mixers
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
 
@@ -161,14 +163,15 @@ class RaggedCache(Cache):
         capacity (`int`): Entries of a row.
 
     Raises:
-        NotImplementedError: The target has layers other than full attention and sliding windows.
+        NotImplementedError: The target has layers whose rows cannot be rolled back.
     """
 
     def __init__(self, target: PreTrainedModel, drafter: DSparkDrafter, rows: int, capacity: int) -> None:
-        check_layers(target.config)
+        check_layers(target)
         count = target.config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[RaggedLayer(rows, capacity) for _ in range(count)])
         self.context = RaggedContext(drafter, rows, capacity)
+        self.recurrent = RecurrentRows(target, rows) if mixers(target) else None
         self._target, self._drafter_config = weakref.ref(target), drafter.config
         self.ids: list[torch.Tensor] = []  # tokens of each row, while no call is at work on them
 
@@ -181,6 +184,14 @@ class RaggedCache(Cache):
         """Entries of each row."""
         return self.context.lengths
 
+    def reading(self, window: VerifyWindow) -> AbstractContextManager[None]:
+        """While it lasts, a forward of the target over this window keeps recurrent states as well, if it has any."""
+        return nullcontext() if self.recurrent is None else self.recurrent.reading(window, self.lengths)
+
+    def cut(self, row: int, length: int) -> None:
+        """Forgets a row's entries from `length` on; all of them where a recurrent state has gone further."""
+        self.context.cut(row, length if self.recurrent is None else self.recurrent.cut(row, length))
+
     def swap_rows(self, first: int, second: int) -> None:
         """Exchanges two rows."""
         longer = max(self.lengths[first], self.lengths[second])
@@ -188,6 +199,10 @@ class RaggedCache(Cache):
             if layer.is_initialized:
                 swap_rows((layer.keys[:, :, :longer], layer.values[:, :, :longer]), first, second)
         self.context.swap_rows(first, second)
+        if self.recurrent is not None:
+            order = torch.arange(self.context.rows)
+            order[[first, second]] = order[[second, first]]
+            self.recurrent.rearrange(order)
 
     def rearrange(self, order: Sequence[int], capacity: int) -> None:
         """Puts row `order[i]` in place i, and changes the capacity of all."""
@@ -198,16 +213,23 @@ class RaggedCache(Cache):
         for layer in self.layers:
             layer.rearrange(index, capacity)
         self.context.rearrange(index, capacity)
+        if self.recurrent is not None:
+            self.recurrent.rearrange(index)
 
 
-def check_layers(config: PreTrainedConfig) -> None:
+def check_layers(target: PreTrainedModel) -> None:
     """
     Raises:
-        NotImplementedError: the target has layers whose rows cannot be overwritten, see [`RaggedCache`].
+        NotImplementedError: the target has layers whose rows cannot be rolled back, see [`RaggedCache`].
     """
-    text_config = config.get_text_config(decoder=True)
+    text_config = target.config.get_text_config(decoder=True)
+    if reason := missing_mixers(target):
+        raise NotImplementedError(
+            f"This {text_config.model_type} target {reason}, so its rows cannot be rolled back after a rejected "
+            "draft: generate without the drafter."
+        )
     kinds = set(getattr(text_config, "layer_types", None) or [])
-    if unsupported := kinds - {"full_attention", "sliding_attention"}:
+    if unsupported := kinds - {"full_attention", "sliding_attention", "moe", "mlp", *RECURRENT_KINDS}:
         raise NotImplementedError(
             f"This {text_config.model_type} target has layers of the kinds {sorted(unsupported)}, which the batched "
             "loop cannot roll back: generate for one prompt at a time, or without the drafter."

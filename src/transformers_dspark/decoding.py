@@ -174,7 +174,7 @@ class _Batch:
             share = max(1, PREFILL_TOKENS // sum(map(bool, left)))
             widths = [min(share, count) for count in left]
             lengths = list(self.cache.lengths)
-            window = VerifyWindow.pack(lengths, widths, self.device)
+            window = VerifyWindow.pack(lengths, widths, self.device, certain=True)
             spans = [(lengths[row], lengths[row] + widths[row]) for row in range(rows)]
             ids = torch.cat([inputs.ids[row][a:b] for row, (a, b) in enumerate(spans)])
             positions = torch.cat([inputs.positions[row][a:b] for row, (a, b) in enumerate(spans)])
@@ -279,7 +279,7 @@ class _Batch:
         `keep` names.
         """
         chosen = {} if keep is None or not self._keeps_logits else {"logits_to_keep": keep.to(self.device)}
-        with use_ragged_attention(self.target):
+        with use_ragged_attention(self.target), self.cache.reading(window):
             outputs = self.taps.run(
                 input_ids=ids[None],
                 position_ids=positions[None],

@@ -90,6 +90,7 @@ def _wrap_validation(original: Callable[..., None]) -> Callable[..., None]:
             generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
             generation_config = copy.copy(generation_config)
             generation_config.num_return_sequences = 1  # several texts of a prompt are rows of the batched loop
+            generation_mode = _compat.unassisted_mode(self, generation_config, generation_mode)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate

@@ -51,7 +51,7 @@ def time_steps(
             f"context={max(context)} and {max(tokens_per_row)} tokens behind it are more than the {most} positions of "
             "this target: give a shorter context."
         )
-    check_layers(target.config)
+    check_layers(target)
     noise = torch.Generator().manual_seed(0)
     device = target.device
     with use_ragged_attention(target), few_rows_linears(target):

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import ModelOutput
 
+from ._compat import keeps_recurrent_state
 from .assisted import assisted_decoding, check_request
 from .cache import RaggedCache
 from .configuration_dspark import DSparkConfig
@@ -41,7 +42,12 @@ def decoding(
     """
     options = DraftingOptions.resolve(generation_config, assistant_model)
     cache = kwargs.get("cache")
-    ours = len(input_ids) != 1 or options.step_cost_table is not None or isinstance(cache, RaggedCache)
+    ours = (
+        len(input_ids) != 1
+        or options.step_cost_table is not None
+        or isinstance(cache, RaggedCache)
+        or keeps_recurrent_state(target)
+    )
     if options.loop == "batched" or (options.loop == "auto" and ours):
         if kwargs.pop("synced_gpus", False):
             raise NotImplementedError(

@@ -63,12 +63,14 @@ class VerifyWindow:
         num_rows (`int`): Attention reads the cache rows `0 .. num_rows - 1`.
         width (`int`): Tokens of the longest window.
         length (`int`): Entries that attention reads of each row: the largest column plus 1.
+        certain (`bool`): All tokens stay, as those of a prompt do.
     """
 
     places: torch.Tensor
     num_rows: int
     width: int
     length: int
+    certain: bool = False
     _elsewhere: dict[torch.device, VerifyWindow] = field(default_factory=dict, repr=False, compare=False)
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
@@ -88,7 +90,9 @@ class VerifyWindow:
         return self.places[2]
 
     @classmethod
-    def pack(cls, lengths: Sequence[int], widths: Sequence[int], device: torch.device) -> VerifyWindow:
+    def pack(
+        cls, lengths: Sequence[int], widths: Sequence[int], device: torch.device, certain: bool = False
+    ) -> VerifyWindow:
         """Windows of `widths` tokens behind `lengths` cached ones, one of each for a row."""
         flat = [
             (row, length + offset, offset)
@@ -97,19 +101,20 @@ class VerifyWindow:
         ]
         places = torch.tensor(flat, dtype=torch.long, device=device).view(-1, 3).T.contiguous()
         ends = [length + width for length, width in zip(lengths, widths, strict=True)]
-        return cls(places, num_rows=len(ends), width=max(widths), length=max(ends))
+        return cls(places, num_rows=len(ends), width=max(widths), length=max(ends), certain=certain)
 
     def to(self, device: torch.device) -> VerifyWindow:
         """The same on another device: the layers of a target may lie on several."""
         if self.places.device == device:
             return self
         if device not in self._elsewhere:
-            self._elsewhere[device] = VerifyWindow(self.places.to(device), self.num_rows, self.width, self.length)
+            moved = VerifyWindow(self.places.to(device), self.num_rows, self.width, self.length, self.certain)
+            self._elsewhere[device] = moved
         return self._elsewhere[device]
 
     def only(self, keep: torch.Tensor) -> VerifyWindow:
         """Without the tokens `(total,)` that are not kept."""
-        return VerifyWindow(self.places[:, keep], self.num_rows, self.width, self.length)
+        return VerifyWindow(self.places[:, keep], self.num_rows, self.width, self.length, self.certain)
 
     def counts(self) -> list[int]:
         """Tokens of each row."""

@@ -9,8 +9,6 @@ from transformers import (
     BloomForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LogitsProcessor,
@@ -188,10 +186,8 @@ def test_processors_that_cannot_be_copied(lab):
         lab.target().generate(ids, attention_mask=mask, logits_processor=LogitsProcessorList([Sealed()]), **options)
 
 
-LFM2 = {**COMMON, "layer_types": ["conv", "full_attention", "conv"]}
 LLAMA4 = {"attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention", "chunked_attention"]}
 OTHERS = {
-    "convolutions": (lambda: Lfm2ForCausalLM(Lfm2Config(**LFM2)), r"\['conv'\]|recurrent state"),
     "chunks": (
         lambda: Llama4ForCausalLM(Llama4TextConfig(**COMMON, **LLAMA4, num_local_experts=2, intermediate_size_mlp=48)),
         r"\['chunked_attention'\]",

@@ -126,7 +126,7 @@ def _cache(
         same = old[:most] == new[:most].to(old.device)
         places = given.context.positions[row, :most]
         same &= (places == positions[row][:most].to(places.device)).to(same.device)
-        given.context.cut(row, int(same.long().cumprod(dim=0).sum()))
+        given.cut(row, int(same.long().cumprod(dim=0).sum()))
     given.ids = []  # until this call has ended
     return given
 
