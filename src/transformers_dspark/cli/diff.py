@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import add_json_option, device_of, positive_int, valid_text, write_json
-from .pair import add_pair_options
+from . import add_json_option, positive_int, valid_text, write_json
+from .pair import add_answer_options, add_pair_options, load_pair, progress_bar
 
 
 HELP = "hold greedy texts with a drafter against plain decoding: near-tie or defect"
@@ -17,59 +17,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given.add_argument("--prompt", type=valid_text, action="append", metavar="TEXT", help="may be given several times")
     given.add_argument("--prompts", type=Path, metavar="FILE", help='JSON lines of {"turns": ["..."]}; first turns')
     parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N prompts of the file")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=64, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=positive_int, default=1, metavar="N", help="(default: %(default)s)")
+    add_answer_options(parser, tokens=64)
     add_pair_options(parser)
     add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    device = device_of(args.device)
-    import torch
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
-    from transformers.utils import logging
 
-    from ..divergence import NEAR_TIE_ULPS, VERDICTS, check_greedy
+    from ..divergence import NEAR_TIE_ULPS, VERDICTS, RowDivergence, check_greedy
     from ..environment import environment
     from ..evaluation.prompts import DEMO_PROMPTS, read_conversations
-    from ..evaluation.real_pair import fetch_target, find_drafter
-    from ..evaluation.runs import Pair
-    from ..generation_config import DSparkGenerationConfig
 
     if args.prompts:
         texts = [turns[0] for turns in read_conversations(args.prompts, args.limit)]
     else:
         texts = args.prompt or list(DEMO_PROMPTS.values())
-    drafter = find_drafter(args.drafter)
-    logging.disable_progress_bar()
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    pair = Pair.load(args.target or str(fetch_target()), drafter, device, dtype)
-    base = pair.target.generation_config
-    config = DSparkGenerationConfig(
-        do_sample=False,
-        max_new_tokens=args.max_new_tokens,
-        pad_token_id=base.pad_token_id if base.pad_token_id is not None else pair.tokenizer.pad_token_id,
-        eos_token_id=base.eos_token_id,
-        return_dict_in_generate=True,
-    )
-    prompts = [pair.prompt_ids([{"role": "user", "content": text}])[0] for text in texts]
-    rows = []
-    with Progress(transient=True) as progress:
-        task = progress.add_task("comparing", total=len(prompts))
-        for first in range(0, len(prompts), args.batch_size):
-            batch = prompts[first : first + args.batch_size]
-            padded = {"batch_first": True, "padding_side": "left"}
-            ids = torch.nn.utils.rnn.pad_sequence(batch, **padded)
-            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in batch], **padded)
-            output = pair.target.generate(
-                ids, attention_mask=mask, generation_config=config, assistant_model=pair.drafter
-            )
-            rounds = output.dspark.accepted_lengths or [[] for _ in batch]
-            report = check_greedy(pair.target, ids, output.sequences, [1 + sum(row) for row in rounds], mask)
+    pair = load_pair(args)
+    config = pair.config(args.max_new_tokens)
+    rows: list[RowDivergence] = []
+    with progress_bar() as bar:
+        task = bar.add_task("comparing", total=len(texts))
+        for first in range(0, len(texts), args.batch_size):
+            inputs = pair.batch(texts[first : first + args.batch_size])
+            output = pair.target.generate(**inputs, generation_config=config, assistant_model=pair.drafter)
+            counts = [len(ids) for ids in pair.new_ids(output.sequences, inputs["input_ids"].shape[1])]
+            report = check_greedy(pair.target, inputs["input_ids"], output.sequences, counts, inputs["attention_mask"])
             rows += report.rows
-            progress.advance(task, len(batch))
+            bar.advance(task, len(report.rows))
     table = Table("row", "tokens", "verdict", "first at", "token", "plain token", "margin", "deficit", "tolerance")
     for number, row in enumerate(rows):
         cells = [str(number), str(row.tokens), row.verdict]
@@ -85,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(
         args.json,
         {
-            "environment": environment(device, args.words),
+            "environment": environment(pair.target.device, args.words),
             "dtype": report.dtype,
             "max_new_tokens": args.max_new_tokens,
             "batch_size": args.batch_size,
