@@ -249,7 +249,7 @@ class DSparkTrainer(Trainer):
         share = not self.target_is_sharded  # else all processes have to run all of it, step by step together
         if share:
             sequences = sequences.pick(np.arange(args.process_index, len(sequences), args.world_size))
-        training, self.model.training = self.model.training, False
+        training = self.model.training
         self.model.eval()
         try:
             if args.eval_decoding == "generate":
