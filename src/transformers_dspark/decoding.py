@@ -362,6 +362,8 @@ class _Batch:
             for list_of, value in zip(figures, values, strict=True):
                 list_of[row] = value
         self.stats.record_round(*figures)
+        if self.cache.recurrent is not None:
+            self.stats.reread_tokens.append(self.cache.recurrent.reread)
         self.stats.draft_seconds += seconds[0]
         self.stats.verify_seconds += seconds[1]
 

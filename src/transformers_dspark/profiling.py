@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from .attention import use_ragged_attention
 from .cache import RaggedLayer, check_layers
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext
+from .recurrent import SETTLE, RecurrentRows, mixers
 from .target import few_rows_linears
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
@@ -60,9 +62,15 @@ def time_steps(
                 # What the cache holds does not change the time, so no prompt has to be read.
                 layers = [RaggedLayer(count, length + max(tokens_per_row)) for _ in range(config.num_hidden_layers)]
                 cache = Cache(layers=layers)
+                states = RecurrentRows(target, count) if mixers(target) else None
+                if states is not None:
+                    first = torch.zeros(1, count, dtype=torch.long, device=device)
+                    _packed_step(target, cache, states, first, [length] * count, [1] * count, certain=True)
+                    # as many inputs to read once more as a row has on average
+                    states.settled[:] = [max(0, length - SETTLE // 2)] * count
                 for width in tokens_per_row:
                     ids = torch.randint(config.vocab_size, (1, count * width), generator=noise).to(device)
-                    step = partial(_packed_step, target, cache, ids, [length] * count, [width] * count)
+                    step = partial(_packed_step, target, cache, states, ids, [length] * count, [width] * count)
                     yield count, count * width, length, _sample(step, device, samples)
 
 
@@ -102,10 +110,18 @@ def time_drafts(
 
 
 def _packed_step(
-    target: PreTrainedModel, cache: Cache, ids: torch.Tensor, lengths: list[int], widths: list[int]
+    target: PreTrainedModel,
+    cache: Cache,
+    states: RecurrentRows | None,
+    ids: torch.Tensor,
+    lengths: list[int],
+    widths: list[int],
+    certain: bool = False,
 ) -> None:
-    window = VerifyWindow.pack(lengths, widths, target.device)
-    target(ids, position_ids=window.columns[None], cache=cache, use_cache=True, **{WINDOW_KEYWORD: window})
+    window = VerifyWindow.pack(lengths, widths, target.device, certain)
+    cache.recurrent = states
+    with nullcontext() if states is None else states.reading(window, lengths):
+        target(ids, position_ids=window.columns[None], cache=cache, use_cache=True, **{WINDOW_KEYWORD: window})
 
 
 def _sample(work: Callable[[], object], device: torch.device, samples: int) -> list[float]:

@@ -23,6 +23,8 @@ class GenerationStats:
 
     Args:
         rounds (`int`): Rounds of the loop.
+        reread_tokens (`list[int]`): With a target that keeps recurrent states, for each round the committed tokens
+            that each layer with a state read once more, over all rows.
         accepted_lengths (`list[list[int]]`): For each row, the tokens committed in each round it took part in:
             accepted drafts plus the bonus, as the paper counts them.
         verify_lengths (`list[list[int]]`): For each row, the drafted tokens sent to the target in each of these
@@ -44,6 +46,7 @@ class GenerationStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     schedule: dict[str, int] | None = None
+    reread_tokens: list[int] = field(default_factory=list)
     confidences: list[array[float]] = field(default_factory=list, repr=False)
     tested_by_position: list[int] = field(default_factory=list, repr=False)
     passed_by_position: list[int] = field(default_factory=list, repr=False)
@@ -82,6 +85,7 @@ class GenerationStats:
             total.accepted_lengths += stats.accepted_lengths
             total.verify_lengths += stats.verify_lengths
             total.confidences += stats.confidences
+            total.reread_tokens += stats.reread_tokens
             if stats.schedule is not None:
                 total.schedule = {n: v + (total.schedule or {}).get(n, 0) for n, v in stats.schedule.items()}
             for name in ("tested_by_position", "passed_by_position"):
@@ -115,6 +119,7 @@ class GenerationStats:
             "draft_seconds": self.draft_seconds,
             "verify_seconds": self.verify_seconds,
             **({} if self.schedule is None else {"schedule": self.schedule}),
+            **({"reread_tokens": self.reread_tokens} if self.reread_tokens else {}),
         }
 
 

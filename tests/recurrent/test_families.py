@@ -11,7 +11,8 @@ from transformers import DynamicCache, RecurrentGemmaConfig, RecurrentGemmaForCa
 import transformers_dspark
 from tests.batch.conftest import BatchLab, ragged, texts_of
 from transformers_dspark import DSparkGenerationConfig
-from transformers_dspark.recurrent import mixers
+from transformers_dspark.profiling import time_steps
+from transformers_dspark.recurrent import SETTLE, mixers
 
 from .families import BASE, RECURRENT
 
@@ -168,3 +169,18 @@ def test_a_family_that_stays_out_is_named(lab):
     target = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**BASE, **kinds)).eval()
     with pytest.raises(NotImplementedError, match="recurrent_gemma"):
         target.generate(ragged(1)[0], assistant_model=lab.drafter(), max_new_tokens=4)
+
+
+def test_steps_are_timed(lab):
+    counts = [step[:3] for step in time_steps(lab.target("qwen3.5"), [2], [3], [9], 1)]
+    assert counts == [(2, 6, 9)]
+
+
+def test_tokens_read_again_are_counted_and_bounded(lab):
+    target, (ids, mask) = lab.target("qwen3.5"), ragged(1)
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=60)
+    drafter = lab.knowing(texts_of(plain, mask), block_size=4)
+    options = {"do_sample": False, "max_new_tokens": 60, "return_dict_in_generate": True}
+    stats = target.generate(ids, attention_mask=mask, assistant_model=drafter, **options).dspark
+    assert len(stats.reread_tokens) == stats.rounds
+    assert 0 < max(stats.reread_tokens) <= 2 * SETTLE + 5
