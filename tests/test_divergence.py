@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
+import transformers_dspark
 from tests.batch.conftest import BatchLab, ragged, texts_of
-from transformers_dspark import decoding
+from transformers_dspark import DSparkGenerationConfig, decoding
 from transformers_dspark.cache import RaggedCache, RaggedLayer
 from transformers_dspark.decoding import accept_greedy as sound_accept
 from transformers_dspark.divergence import DivergenceReport, check_greedy, ulp
@@ -144,3 +146,44 @@ def test_taps_of_another_layer_cost_acceptance_and_nothing_else(lab) -> None:
 def test_unit_in_the_last_place() -> None:
     assert ulp(torch.tensor([-20.0, float("-inf"), 3.0]), torch.bfloat16) == 0.125
     assert ulp(torch.tensor([1.0]), torch.float32) == torch.finfo(torch.float32).eps
+
+
+class Alternating:
+    """Keeps state: forbids another token at every second step of a text."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        scores[:, 5 + self.calls % 2] = float("-inf")
+        return scores
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("door", ["slot", "custom_generate"])
+def test_the_report_comes_with_the_output(lab, rows, door) -> None:
+    target, drafter, (ids, mask) = lab.target().float(), lab.drafter(), ragged(rows)
+    config = DSparkGenerationConfig(
+        report_divergence=True,
+        return_dict_in_generate=True,
+        max_new_tokens=9,
+        repetition_penalty=1.3,
+        do_sample=False,
+    )
+    given = {"assistant_model": drafter}
+    if door == "custom_generate":
+        given = {"custom_generate": transformers_dspark.generate, "drafter": drafter}
+    processors = LogitsProcessorList([Alternating()])
+    out = target.generate(ids, attention_mask=mask, generation_config=config, logits_processor=processors, **given)
+    assert out.divergence.verdict == "equal"
+    assert [row.tokens for row in out.divergence.rows] == [9] * rows
+    blind = check_greedy(target, ids, out.sequences, [9] * rows, mask)  # to what the processors did
+    assert blind.verdict == "defect"
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True, "return_dict_in_generate": True}, {"do_sample": False}])
+def test_a_report_that_cannot_be(lab, options) -> None:
+    config = DSparkGenerationConfig(report_divergence=True, max_new_tokens=4, **options)
+    with pytest.raises(ValueError, match="report_divergence=True compares greedy texts"):
+        lab.target().generate(ragged(1)[0], assistant_model=lab.drafter(), generation_config=config)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+
+from .batch.processors import RowProcessors
 
 
 # Units in the last place that a sound window may change the distance of two logits by. Sound loops on small models in
@@ -116,7 +118,7 @@ def check_greedy(
         sequences (`torch.LongTensor` of shape `(rows, length + n)`): What the call returned.
         new_tokens (`Sequence[int]`): New tokens of each row, without padding behind them.
         attention_mask (`torch.LongTensor` of shape `(rows, length)`, *optional*): 0 on padding.
-        logits_processor (`LogitsProcessorList`, *optional*): As it was when the call began; each row asks a copy.
+        logits_processor (`LogitsProcessorList`, *optional*): As it was when the call began; a copy is asked.
 
     Raises:
         ValueError: the numbers of rows differ.
@@ -128,45 +130,25 @@ def check_greedy(
             f"There are {len(input_ids)} prompts, {len(sequences)} texts, {len(new_tokens)} lengths and {len(mask)} "
             "rows of the mask: give one of each for every row."
         )
+    processors = RowProcessors(LogitsProcessorList(copy.deepcopy(list(logits_processor))), len(sequences), set())
     rows, dtype = [], target.dtype
     with torch.no_grad():
-        for text, seen, count in zip(sequences, mask, new_tokens, strict=True):
-            steps = _Plain(target, LogitsProcessorList(copy.deepcopy(list(logits_processor))))
-            prompt, found = text[:start][seen.bool()], []
-            for number in range(count):
-                fed = prompt if number == 0 else text[start + number - 1 : start + number]
-                choice = steps(fed, text[: start + number])
-                dtype = choice.dtype
-                token = int(text[start + number])
-                if token != choice.token:
-                    deficit = float(choice.scores[choice.token] - choice.scores[token])
-                    found.append(Divergence(number, token, choice.token, choice.margin, deficit, choice.tolerance))
+        for row, (text, seen, count) in enumerate(zip(sequences, mask, new_tokens, strict=True)):
+            cache, found = DynamicCache(config=target.config), []
+            fed = text[:start][seen.bool()]
+            for end in range(start, start + count):
+                logits = target(fed[None], cache=cache, use_cache=True).logits[:, -1]
+                scores = processors(sequences, [row], [end], logits.float())[0]
+                fed, dtype, plain = text[end : end + 1], logits.dtype, int(scores.argmax())
+                if int(text[end]) != plain:
+                    best = torch.topk(scores, 2).values
+                    deficit = float(best[0] - scores[text[end]])
+                    tolerance = NEAR_TIE_ULPS * max(ulp(logits[0], dtype), ulp(scores, dtype))
+                    margin = float(best[0] - best[1])
+                    found.append(Divergence(end - start, int(text[end]), plain, margin, deficit, tolerance))
+                processors.commit(row, end + 1)
             rows.append(RowDivergence(count, tuple(found)))
     return DivergenceReport(str(dtype).removeprefix("torch."), tuple(rows))
-
-
-class _Choice(NamedTuple):
-    scores: torch.Tensor  # (vocab,) in float32
-    token: int
-    margin: float
-    tolerance: float
-    dtype: torch.dtype
-
-
-class _Plain:
-    """Plain greedy decoding of one row."""
-
-    def __init__(self, target: PreTrainedModel, processors: LogitsProcessorList) -> None:
-        self._target, self._processors = target, processors
-        self._cache = DynamicCache(config=target.config)
-
-    def __call__(self, fed: torch.Tensor, text: torch.Tensor) -> _Choice:
-        """The choice behind `text` `(length,)`, of which `fed` `(n,)` is not in the cache yet."""
-        logits = self._target(fed[None], cache=self._cache, use_cache=True).logits[:, -1]
-        scores = self._processors(text[None], logits.float())[0]
-        best = torch.topk(scores, 2).values
-        tolerance = NEAR_TIE_ULPS * max(ulp(logits[0], logits.dtype), ulp(scores, logits.dtype))
-        return _Choice(scores, int(scores.argmax()), float(best[0] - best[1]), tolerance, logits.dtype)
 
 
 def ulp(logits: torch.Tensor, dtype: torch.dtype) -> float:

@@ -50,6 +50,8 @@ class DSparkGenerationConfig(GenerationConfig):
             counts as not set.
         round_callback (`Callable`, `str` or `os.PathLike`, *optional*): Receives a [`RoundRecord`] of every round, as
             [`RoundStatistics`] does; a path gets them as lines of JSON. It is not saved with the other options.
+        report_divergence (`bool`): Holds every token of a greedy call against plain decoding, one token at a time,
+            which costs more than plain decoding alone; the output's `divergence` is the [`DivergenceReport`].
 
     Raises:
         ValueError: an option out of range.
@@ -63,6 +65,7 @@ class DSparkGenerationConfig(GenerationConfig):
         self.max_verify_tokens = kwargs.pop("max_verify_tokens", None)
         self.seed = kwargs.pop("seed", None)
         self.round_callback = kwargs.pop("round_callback", None)
+        self.report_divergence = kwargs.pop("report_divergence", False)
         if kwargs.get("assistant_confidence_threshold") is None:
             kwargs["assistant_confidence_threshold"] = 0.0
         super().__init__(**kwargs)
@@ -91,6 +94,7 @@ class DSparkGenerationConfig(GenerationConfig):
             ("dspark_loop", LOOPS),
             ("verify_mode", (None, *VERIFY_MODES)),
             ("scheduler", SCHEDULERS),
+            ("report_divergence", (False, True)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")
@@ -115,6 +119,7 @@ class DraftingOptions:
         scheduler (`str`): One of `SCHEDULERS`.
         step_cost_table (`str`, `os.PathLike` or `StepCostTable`, *optional*): As it was given.
         round_callback (`Callable`, `str` or `os.PathLike`, *optional*): As it was given.
+        report_divergence (`bool`): Whether a greedy call is held against plain decoding.
     """
 
     width: int
@@ -125,6 +130,7 @@ class DraftingOptions:
     scheduler: str = "lagged"
     step_cost_table: Any = None
     round_callback: Any = None
+    report_divergence: bool = False
 
     def seed_of(self, row: int) -> int | None:
         """Seed of a row; `None` leaves it to PyTorch's global generator."""
@@ -182,6 +188,7 @@ class DraftingOptions:
             scheduler=_given("scheduler", generation_config, beside) or "lagged",
             step_cost_table=table,
             round_callback=_given("round_callback", generation_config),
+            report_divergence=bool(_given("report_divergence", generation_config)),
         )
 
 

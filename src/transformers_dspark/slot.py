@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .assisted import assisted_decoding, check_request
 from .cache import RaggedCache
 from .configuration_dspark import DSparkConfig
 from .decoding import batched_decoding
+from .divergence import check_greedy
 from .generation_config import DraftingOptions
 from .modeling_dspark import DSparkDrafter
 
@@ -41,6 +43,10 @@ def decoding(
         ValueError: several prompts for the assisted loop, or inputs that contradict each other.
     """
     options = DraftingOptions.resolve(generation_config, assistant_model)
+    if options.report_divergence:
+        return _reported(
+            target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, **kwargs
+        )
     cache = kwargs.get("cache")
     ours = (
         len(input_ids) != 1
@@ -60,6 +66,30 @@ def decoding(
     return assisted_decoding(
         target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, **kwargs
     )
+
+
+def _reported(
+    target: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_model: DSparkDrafter,
+    **kwargs: Any,
+) -> ModelOutput:
+    """[`decoding`], and beside its output what plain decoding says of the texts."""
+    if generation_config.do_sample or not generation_config.return_dict_in_generate:
+        raise ValueError(
+            "report_divergence=True compares greedy texts and puts its report into the output: it needs "
+            "do_sample=False and return_dict_in_generate=True."
+        )
+    quiet, before = copy.copy(generation_config), copy.deepcopy(logits_processor)
+    quiet.report_divergence = False
+    output: Any = decoding(target, input_ids, logits_processor, stopping_criteria, quiet, assistant_model, **kwargs)
+    counts = [1 + sum(row) for row in output.dspark.accepted_lengths] or [1] * len(input_ids)
+    mask = kwargs.get("attention_mask")
+    output.divergence = check_greedy(target, input_ids, output.sequences, counts, mask, before)
+    return output
 
 
 def generate(

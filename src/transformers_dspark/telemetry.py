@@ -249,9 +249,12 @@ class DSparkGenerateOutput(GenerateDecoderOnlyOutput):
 
     Args:
         dspark (`GenerationStats`): Figures of this call.
+        divergence (`DivergenceReport`, *optional*): With `report_divergence=True`, what plain decoding says of the
+            texts.
     """
 
     dspark: GenerationStats | None = None
+    divergence: Any = None
 
 
 __all__ = [
