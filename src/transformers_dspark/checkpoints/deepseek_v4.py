@@ -119,6 +119,8 @@ class Embedded:
         **hub: Any,
     ) -> Embedded:
         """
+        Reads the configuration and the files' headers, no tensor.
+
         Args:
             path (`str` or `os.PathLike`): Folder or Hub repository of the target.
             raw (`Mapping`): Its configuration.
@@ -234,8 +236,7 @@ def _config(
 
 
 def _canonical(found: Embedded) -> dict[str, torch.Tensor]:
-    scales = {piece.name.rpartition(".")[0]: piece for piece in found.slices if piece.name.endswith(".scale")}
-    scales |= {p.name.removesuffix(".weight_scale_inv"): p for p in found.slices if p.name.endswith(_SCALES[1])}
+    scales = {p.name.removesuffix(end): p for end in _SCALES for p in found.slices if p.name.endswith(end)}
     config, dtype, tensors, seen = found.config, found.plan.dtype, dict[str, torch.Tensor](), set()
     experts = (config.backbone_config or {})["n_routed_experts"]
     for piece in found.slices:
