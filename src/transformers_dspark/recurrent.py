@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
+from ._compat import keeps_recurrent_state
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
 
@@ -58,7 +59,7 @@ def missing_mixers(target: PreTrainedModel) -> str | None:
     found = mixers(target)
     if config.model_type == "zamba2":
         return "gave other tokens than plain generation in trials, for a reason that is not known yet"
-    if getattr(target, "_is_stateful", False) and not found:
+    if keeps_recurrent_state(target) and not found:
         return "keeps a state outside the cache that a forward call is given"
     if absent := [layer for layer, kind in enumerate(kinds) if kind in RECURRENT_KINDS and layer not in found]:
         return f"keeps the state of layer {absent[0]} in no module that could be found"
