@@ -65,7 +65,7 @@ def missing_mixers(target: PreTrainedModel) -> str | None:
         return f"keeps the state of layer {absent[0]} in no module that could be found"
     size = config.hidden_size
     for index, mixer in {type(module): (index, module) for index, module in found.items()}.values():
-        if reason := _cannot_continue(mixer, index, size):
+        if reason := _cannot_continue(mixer, index, size, target.dtype):
             return f"has a {type(mixer).__name__}, which {reason}"
     return None
 
@@ -75,15 +75,14 @@ _probed: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def _cannot_continue(mixer: nn.Module, index: int, size: int) -> str:
+def _cannot_continue(mixer: nn.Module, index: int, size: int, dtype: torch.dtype) -> str:
     """
     Why a mixer cannot read several tokens behind a state, by trying; empty if it can. Some begin a new text whenever
     they are given more than one token.
     """
     if mixer not in _probed:
-        weight = next(mixer.parameters())
-        noise = torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, 6, size, generator=noise).to(weight.device, weight.dtype)
+        device, noise = next(mixer.parameters()).device, torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, 6, size, generator=noise).to(device, dtype)  # weights may be quantised
         layer, fresh = LinearAttentionLayer(1), LinearAttentionLayer(1)
         try:
             whole = mixer(hidden)[:, 3:].float()

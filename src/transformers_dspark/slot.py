@@ -43,9 +43,10 @@ def decoding(
         ValueError: several prompts for the assisted loop, or inputs that contradict each other.
     """
     options = DraftingOptions.resolve(generation_config, assistant_model)
-    if options.report_divergence:
-        return _reported(
-            target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, **kwargs
+    if options.report_divergence and (generation_config.do_sample or not generation_config.return_dict_in_generate):
+        raise ValueError(
+            "report_divergence=True compares greedy texts and puts its report into the output: it needs "
+            "do_sample=False and return_dict_in_generate=True."
         )
     cache = kwargs.get("cache")
     ours = (
@@ -54,41 +55,21 @@ def decoding(
         or isinstance(cache, RaggedCache)
         or keeps_recurrent_state(target)
     )
-    if options.loop == "batched" or (options.loop == "auto" and ours):
-        if kwargs.pop("synced_gpus", False):
-            raise NotImplementedError(
-                "The batched loop does not keep several processes in step (synced_gpus): generate for one prompt at a "
-                "time with dspark_loop='transformers', or without the drafter."
-            )
-        return batched_decoding(
-            target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, **kwargs
+    batched = options.loop == "batched" or (options.loop == "auto" and ours)
+    if batched and kwargs.pop("synced_gpus", False):
+        raise NotImplementedError(
+            "The batched loop does not keep several processes in step (synced_gpus): generate for one prompt at a "
+            "time with dspark_loop='transformers', or without the drafter."
         )
-    return assisted_decoding(
+    loop = batched_decoding if batched else assisted_decoding
+    fresh = copy.deepcopy(logits_processor) if options.report_divergence else None  # before the loop moves their state
+    output: Any = loop(
         target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, **kwargs
     )
-
-
-def _reported(
-    target: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    assistant_model: DSparkDrafter,
-    **kwargs: Any,
-) -> ModelOutput:
-    """[`decoding`], and beside its output what plain decoding says of the texts."""
-    if generation_config.do_sample or not generation_config.return_dict_in_generate:
-        raise ValueError(
-            "report_divergence=True compares greedy texts and puts its report into the output: it needs "
-            "do_sample=False and return_dict_in_generate=True."
-        )
-    quiet, before = copy.copy(generation_config), copy.deepcopy(logits_processor)
-    quiet.report_divergence = False
-    output: Any = decoding(target, input_ids, logits_processor, stopping_criteria, quiet, assistant_model, **kwargs)
-    counts = [1 + sum(row) for row in output.dspark.accepted_lengths] or [1] * len(input_ids)
-    mask = kwargs.get("attention_mask")
-    output.divergence = check_greedy(target, input_ids, output.sequences, counts, mask, before)
+    if fresh is not None:
+        counts = [1 + sum(row) for row in output.dspark.accepted_lengths] or [1] * len(input_ids)
+        mask = kwargs.get("attention_mask")
+        output.divergence = check_greedy(target, input_ids, output.sequences, counts, mask, fresh)
     return output
 
 
