@@ -128,6 +128,12 @@ def test_undone_before_transformers_loads():
     assert fresh(code + SHOW + "; d.register(); " + SHOW) == ["False", "True"]
 
 
+@pytest.mark.parametrize("names", ["AutoModelForCausalLM, pipeline", "pipeline, AutoModel", "AutoConfig"])
+def test_architecture_in_any_order(names):
+    code = f"import transformers_dspark, sys; from transformers import {names}; from transformers import pipeline; "
+    assert fresh(code + "print(hasattr(sys.modules['transformers'], 'DSparkDrafter'))") == ["True"]
+
+
 def test_pipeline(models, tmp_path):
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers import models as token_models

@@ -24,6 +24,7 @@ _MODEL_TYPE = "dspark"
 _MARK = "_transformers_dspark_original"
 _AUTO = "transformers.models.auto.modeling_auto"
 _MODELING = f"{__package__}.modeling_dspark"
+_PROCESSING = "transformers.processing_utils"
 
 
 def register() -> None:
@@ -153,13 +154,13 @@ def _attach_model(module: ModuleType) -> None:
     import transformers
 
     module.AutoModel.register(ours.DSparkConfig, ours.DSparkDrafter, exist_ok=True)
-    # `pipeline(assistant_model="org/drafter")` looks the architecture's name up there. Transformers replaces its own
-    # module object once while its modeling code loads; that has happened by now.
+    # `pipeline(assistant_model="org/drafter")` looks the architecture's name up there. Loading `_PROCESSING` puts
+    # another module object in its place, before this or after; then this runs again.
     transformers.DSparkDrafter = ours.DSparkDrafter
 
 
 def _attach_drafter(module: ModuleType) -> None:
-    if _AUTO in sys.modules:
+    if hasattr(sys.modules.get(_AUTO), "AutoModel"):  # else it has not loaded to its end, and `_attach_model` follows
         _attach_model(sys.modules[_AUTO])
 
 
@@ -182,6 +183,7 @@ _SEAMS: dict[str, _Seam] = {
     "transformers.models.auto.configuration_auto": (_attach_config, _detach_config),
     _AUTO: (_attach_model, _detach_model),
     _MODELING: (_attach_drafter, _nothing),
+    _PROCESSING: (_attach_drafter, _nothing),
 }
 
 
