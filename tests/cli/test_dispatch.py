@@ -101,6 +101,12 @@ def test_values_that_no_option_takes(capsys, command, option, value) -> None:
     assert "is not possible: give " in error
 
 
+@pytest.mark.parametrize("place", ["./nowhere", "/nowhere/at/all", __file__])
+def test_targets_that_are_nowhere(capsys, place) -> None:
+    assert cli.main(["generate", "hi", "--target", place]) == 2
+    assert f"{place!r} is not possible: give a target's folder" in capsys.readouterr().err
+
+
 def test_faults_of_ours_keep_their_traceback(with_command) -> None:
     with_command(raiser(KeyError("lost")))
     with pytest.raises(KeyError):

@@ -136,7 +136,7 @@ def test_find_drafter(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         real_pair.find_drafter(tmp_path / "empty")
-    for spec in ("/nowhere/at/all", "nowhere", "./a/b", "a/../b"):
+    for spec in ("/nowhere/at/all", "nowhere", "./a/b", "a/../b", tmp_path / "config.json"):
         with pytest.raises(FileNotFoundError, match="no drafter at"):
             real_pair.find_drafter(spec)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -86,6 +87,14 @@ def _is_text(word: str) -> bool:
     return bool(word) and not any("\ud800" <= letter <= "\udfff" for letter in word)
 
 
+def _is_place(word: str) -> bool:
+    """Whether a word is a folder's name, or nothing on this machine and of a hub id's form."""
+    path = Path(word)
+    return bool(word) and (
+        path.is_dir() or (not path.exists() and bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", word)))
+    )
+
+
 # Types of options. What a value must be whatever the other options are is said here, once.
 positive_int = _checked(int, lambda value: 1 <= value < 2**31, "a whole number from 1 on")
 positive_float = _checked(float, lambda value: 0 < value < float("inf"), "a finite number above 0")
@@ -95,6 +104,7 @@ valid_temperature = _checked(
     float, lambda value: value == 0 or 1e-5 <= value < float("inf"), "0 for greedy, or 1e-5 and above to sample"
 )
 path_or_id = _checked(str, bool, "a folder or a hub id")
+target_place = _checked(str, _is_place, "a target's folder that exists, or a hub id such as org/name")
 valid_text = _checked(str, _is_text, "text in UTF-8, one character or more")
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import UsageError, add_json_option, device_of, path_or_id, positive_float, positive_int, seed, write_json
+from . import UsageError, add_json_option, device_of, positive_float, positive_int, seed, target_place, write_json
 
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prompts.add_argument(
         "--from-target",
-        type=path_or_id,
+        type=target_place,
         metavar="PATH",
         help="let this target, a folder or a hub id, write the prompts itself instead",
     )
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     answers = steps.add_parser("answers", help="let the target answer a file of prompts")
     answers.add_argument(
-        "--target", type=path_or_id, required=True, metavar="PATH", help="the target: a folder or a hub id"
+        "--target", type=target_place, required=True, metavar="PATH", help="the target: a folder or a hub id"
     )
     answers.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="made by `dspark data prompts`")
     answers.add_argument(

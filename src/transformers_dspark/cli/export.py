@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import UsageError, add_json_option, path_or_id, write_json
+from . import UsageError, add_json_option, path_or_id, target_place, write_json
 
 
 HELP = "write a drafter in the form of DeepSpec, SpecForge or speculators, or in this package's own"
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=FORMS, required=True, help="whose form")
     parser.add_argument(
         "--target",
-        type=path_or_id,
+        type=target_place,
         metavar="PATH",
         help="write this target's embedding and head into the file too; canonical: its tokenizer and name instead",
     )

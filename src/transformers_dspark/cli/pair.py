@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import device_of, path_or_id, positive_int, seed, valid_temperature
+from . import device_of, path_or_id, positive_int, seed, target_place, valid_temperature
 
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--target`, `--drafter`, `--device` and `--dtype`, in a group of their own."""
     group = parser.add_argument_group("models")
-    group.add_argument("--target", type=path_or_id, metavar="PATH", help="folder or hub id (default: the demo's)")
+    group.add_argument("--target", type=target_place, metavar="PATH", help="folder or hub id (default: the demo's)")
     group.add_argument("--drafter", type=path_or_id, metavar="PATH", help="folder or hub id (default: the demo's)")
     group.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: cuda if there is one)")
     group.add_argument("--dtype", choices=DTYPES, help="(default: float32 on cpu, else bfloat16)")

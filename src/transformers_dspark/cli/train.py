@@ -8,7 +8,17 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import UsageError, add_json_option, device_of, path_or_id, positive_float, positive_int, seed, write_json
+from . import (
+    UsageError,
+    add_json_option,
+    device_of,
+    path_or_id,
+    positive_float,
+    positive_int,
+    seed,
+    target_place,
+    write_json,
+)
 
 
 if TYPE_CHECKING:
@@ -23,7 +33,7 @@ HELP = "train a drafter on answers that the target wrote (see `dspark data answe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", type=path_or_id, required=True, help="folder or hub id of the target model")
+    parser.add_argument("--target", type=target_place, required=True, help="folder or hub id of the target model")
     parser.add_argument("--answers", required=True, type=Path, nargs="+", metavar="DIR", help="folders of answers")
     parser.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="receives the drafter; run again to resume"

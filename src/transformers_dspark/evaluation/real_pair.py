@@ -101,8 +101,8 @@ def find_drafter(spec: str | os.PathLike[str] | None = None) -> str:
         `str`: What `DSparkDrafter.from_pretrained` takes.
 
     Raises:
-        `FileNotFoundError`: There is no such folder, and the name cannot be a hub id; or nothing was asked for and the
-            package does not run from a checkout.
+        `FileNotFoundError`: There is no such folder, and the name is a file's or cannot be a hub id; or nothing
+            was asked for and the package does not run from a checkout.
         `ValueError`: The folder holds no `config.json`.
     """
     if spec is None:
@@ -120,7 +120,7 @@ def find_drafter(spec: str | os.PathLike[str] | None = None) -> str:
                 f"the drafter folder {folder} holds no config.json: give a folder saved by save_pretrained"
             )
         return str(folder)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(spec)):
+    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(spec)):
         raise FileNotFoundError(
             f"no drafter at {str(spec)!r}: give a folder with a drafter or a hub id such as org/name"
         )
