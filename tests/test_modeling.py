@@ -467,6 +467,8 @@ def test_confidence_temperatures():
         ({"draft_vocab_size": 51}, "draft_vocab_size=51"),
         ({"confidence_temperatures": [1.0]}, r"confidence_temperatures=\[1\.0\] must hold 4 positive numbers"),
         ({"confidence_temperatures": [1.0, 1.0, 0.0, 1.0]}, "must hold 4 positive numbers"),
+        ({"confidence_temperatures": [1.0, 1.0, float("inf"), 1.0]}, "must hold 4 positive numbers"),
+        ({"confidence_temperatures": [1.0, 1.0, True, 1.0]}, "must hold 4 positive numbers"),
     ],
 )
 def test_configurations_that_no_drafter_can_have(changes, message):

@@ -268,7 +268,8 @@ class DSparkConfig(PreTrainedConfig):
             problems.append(f"block_size={self.block_size} must be at least 2 with sample_from_anchor=False")
         temperatures, drafted = self.confidence_temperatures, max(self.num_draft_tokens, 0)
         if temperatures is not None and (
-            len(temperatures) != drafted or not all(isinstance(t, (int, float)) and t > 0 for t in temperatures)
+            len(temperatures) != drafted
+            or not all(type(t) in (int, float) and 0 < t < float("inf") for t in temperatures)
         ):
             problems.append(f"confidence_temperatures={temperatures} must hold {drafted} positive numbers")
         if problems:

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import Interrupted, UsageError, add_json_option, path_or_id, positive_int, write_json
-from .pair import add_answer_options, add_pair_options, load_pair, progress_bar
+from . import Interrupted, UsageError, add_json_option, positive_int, write_json
+from .pair import add_answer_options, add_pair_options, add_timing_options, load_pair, progress_bar
 
 
 if TYPE_CHECKING:
@@ -23,10 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows", type=positive_int, nargs="+", default=[1, 4, 16], metavar="N", help="of a batch (default: 1 4 16)"
     )
     parser.add_argument("--modes", nargs="+", choices=MODE_NAMES, default=["static"], help="(default: static)")
-    parser.add_argument("--costs", type=path_or_id, metavar="FILE", help="from `dspark profile`; for compact, causal")
-    parser.add_argument(
-        "--repeats", type=positive_int, default=3, metavar="N", help="of each, in turn (default: %(default)s)"
-    )
+    add_timing_options(parser)
     add_answer_options(parser, 96)
     add_pair_options(parser)
     add_json_option(parser)

@@ -62,6 +62,14 @@ def add_answer_options(parser: argparse.ArgumentParser, tokens: int, temperature
         parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the draws above temperature 0")
 
 
+def add_timing_options(parser: argparse.ArgumentParser) -> None:
+    """Adds `--costs` and `--repeats`, for commands that time plain and drafted runs in turn."""
+    parser.add_argument("--costs", type=path_or_id, metavar="FILE", help="table of `dspark profile`: verify what pays")
+    parser.add_argument(
+        "--repeats", type=positive_int, default=3, metavar="N", help="of each side, in turn (default: %(default)s)"
+    )
+
+
 def load_pair(args: argparse.Namespace) -> Pair:
     """The target and drafter that the options of [`add_pair_options`] name; the demo's where they name none."""
     device = device_of(args.device)
@@ -94,4 +102,12 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-__all__ = ["DTYPES", "add_answer_options", "add_pair_options", "add_prompts", "load_pair", "progress_bar"]
+__all__ = [
+    "DTYPES",
+    "add_answer_options",
+    "add_pair_options",
+    "add_prompts",
+    "add_timing_options",
+    "load_pair",
+    "progress_bar",
+]

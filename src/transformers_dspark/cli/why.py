@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from . import UsageError, add_json_option, path_or_id, positive_int, write_json
-from .pair import add_answer_options, add_pair_options, add_prompts, load_pair, progress_bar
+from . import UsageError, add_json_option, positive_int, write_json
+from .pair import add_answer_options, add_pair_options, add_prompts, add_timing_options, load_pair, progress_bar
 
 
 if TYPE_CHECKING:
@@ -23,11 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=positive_int, default=1, metavar="N", help="of the batch (default: %(default)s)"
     )
-    parser.add_argument("--costs", type=path_or_id, metavar="FILE", help="from `dspark profile`: verify what pays")
     parser.add_argument("--max-verify-tokens", type=positive_int, metavar="N", help="send no more drafted tokens")
-    parser.add_argument(
-        "--repeats", type=positive_int, default=3, metavar="N", help="of each side, in turn (default: %(default)s)"
-    )
+    add_timing_options(parser)
     add_answer_options(parser, 96)
     add_pair_options(parser)
     add_json_option(parser)
