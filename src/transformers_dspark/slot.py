@@ -52,6 +52,7 @@ def decoding(
     ours = (
         len(input_ids) != 1
         or options.step_cost_table is not None
+        or options.round_callback is not None
         or isinstance(cache, RaggedCache)
         or keeps_recurrent_state(target)
     )
@@ -60,6 +61,11 @@ def decoding(
         raise NotImplementedError(
             "The batched loop does not keep several processes in step (synced_gpus): generate for one prompt at a "
             "time with dspark_loop='transformers', or without the drafter."
+        )
+    if options.round_callback is not None and not batched:
+        raise ValueError(
+            "round_callback is called by the batched loop alone, and dspark_loop='transformers' was asked for: use "
+            "'auto' or 'batched'."
         )
     loop = batched_decoding if batched else assisted_decoding
     fresh = copy.deepcopy(logits_processor) if options.report_divergence else None  # before the loop moves their state

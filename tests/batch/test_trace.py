@@ -105,3 +105,19 @@ def test_the_option(tmp_path):
     assert DSparkGenerationConfig.from_pretrained(tmp_path).round_callback is None
     with pytest.raises(ValueError, match="round_callback=3 must be"):
         DSparkGenerationConfig(round_callback=3)
+
+
+def test_a_single_prompt_is_recorded_as_well(lab):
+    """Its loop is chosen for the callback; the one that has no records is refused, not left silent."""
+    target, drafter, records = lab.target(), lab.drafter(), []
+    options = {"round_callback": records.append, "max_new_tokens": 9, "do_sample": False}
+    prompt = torch.tensor([[5, 17, 3]])
+    out = target.generate(
+        prompt,
+        assistant_model=drafter,
+        generation_config=DSparkGenerationConfig(**options, return_dict_in_generate=True),
+    )
+    assert [record.committed for record in records] == [[n] for n in out.dspark.accepted_lengths[0]]
+    own = DSparkGenerationConfig(**options, dspark_loop="transformers")
+    with pytest.raises(ValueError, match="round_callback is called by the batched loop alone"):
+        target.generate(prompt, assistant_model=drafter, generation_config=own)
