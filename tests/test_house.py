@@ -35,6 +35,7 @@ LADDER = [
     "telemetry",
     "ceiling",
     "round_statistics",
+    "lending",
     "target",
     "windows",
     "ragged_context",

@@ -6,11 +6,10 @@ a model switched to this implementation can never run with a silently missing ma
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import functional as F
@@ -18,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ._compat import attention_implementations
+from .lending import Lender
 from .windows import WINDOW_KEYWORD, RaggedWindow, VerifyWindow
 
 
@@ -164,11 +164,6 @@ def ragged_mask(
     return None if local_size is None else torch.tensor(local_size)
 
 
-# users of a model at the same time, nested or on several threads, and the attention that the last one puts back
-_lock = threading.Lock()
-_users: WeakKeyDictionary[PreTrainedModel, tuple[int, dict[str, str]]] = WeakKeyDictionary()
-
-
 @contextmanager
 def use_ragged_attention(target: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """
@@ -177,26 +172,22 @@ def use_ragged_attention(target: PreTrainedModel) -> Iterator[PreTrainedModel]:
     Raises:
         NotImplementedError: The model does not dispatch its attention through `AttentionInterface`.
     """
-    with _lock:
-        count, before = _users.get(target, (0, attention_implementations(target.config)))
-        if not count:
-            AttentionInterface.register(ATTENTION_NAME, ragged_attention)
-            AttentionMaskInterface.register(ATTENTION_NAME, ragged_mask)
-            target.set_attn_implementation(ATTENTION_NAME)
-            if attention_implementations(target.config)[""] != ATTENTION_NAME:
-                target.set_attn_implementation(before)  # parts of it may have changed
-                raise NotImplementedError(
-                    f"{type(target).__name__} does not let its attention implementation be replaced, which a ragged "
-                    "cache needs: generate for one prompt at a time with dspark_loop='transformers', or without the "
-                    "drafter."
-                )
-        _users[target] = count + 1, before
-    try:
+    with _attention_lender([target]):
         yield target
-    finally:
-        with _lock:
-            count, before = _users.pop(target)
-            if count > 1:
-                _users[target] = count - 1, before
-            else:
-                target.set_attn_implementation(before)
+
+
+def _with_ragged_attention(target: PreTrainedModel) -> Callable[[], object]:
+    before = attention_implementations(target.config)
+    AttentionInterface.register(ATTENTION_NAME, ragged_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, ragged_mask)
+    target.set_attn_implementation(ATTENTION_NAME)
+    if attention_implementations(target.config)[""] != ATTENTION_NAME:
+        target.set_attn_implementation(before)  # parts of it may have changed
+        raise NotImplementedError(
+            f"{type(target).__name__} does not let its attention implementation be replaced, which a ragged cache "
+            "needs: generate for one prompt at a time with dspark_loop='transformers', or without the drafter."
+        )
+    return partial(target.set_attn_implementation, before)
+
+
+_attention_lender = Lender(_with_ragged_attention)

@@ -11,9 +11,8 @@ state on. Only mixers read anything twice: attention, experts and the head see t
 from __future__ import annotations
 
 import inspect
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ._compat import keeps_recurrent_state
+from .lending import Lender, lend_forward
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
 
@@ -267,7 +267,7 @@ class RecurrentRows:
         """
         self._plan = self._planned(window, lengths)
         try:
-            with _lent(self._modules.values()):
+            with _mixing(self._modules.values()):
                 yield
         finally:
             self._plan = None
@@ -354,33 +354,6 @@ class RecurrentRows:
             layer.rearrange(order)
 
 
-# readings at the same time, on several threads: the last one gives a mixer its own forward back
-_lock = threading.Lock()
-_users: WeakKeyDictionary[nn.Module, tuple[int, Any]] = WeakKeyDictionary()
-
-
-@contextmanager
-def _lent(modules: Iterable[nn.Module]) -> Iterator[None]:
-    with _lock:
-        for module in modules:
-            count, before = _users.get(module, (0, vars(module).get("forward")))
-            if not count:
-                vars(module)["forward"] = partial(_mixed, module, module.forward)
-            _users[module] = count + 1, before
-    try:
-        yield
-    finally:
-        with _lock:
-            for module in modules:
-                count, before = _users.pop(module)
-                if count > 1:
-                    _users[module] = count - 1, before
-                elif before is None:
-                    vars(module).pop("forward")
-                else:
-                    vars(module)["forward"] = before
-
-
 def _mixed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Forwards with any other cache, as those of a logits processor, pass through."""
     for value in (*args, *kwargs.values()):
@@ -388,6 +361,9 @@ def _mixed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
         if isinstance(rows, RecurrentRows) and rows._plan is not None:
             return rows.mix(module, forward, args, kwargs)
     return forward(*args, **kwargs)
+
+
+_mixing: Lender[nn.Module] = Lender(lambda module: lend_forward(module, partial(_mixed, module, module.forward)))
 
 
 __all__ = ["RECURRENT_KINDS", "SETTLE", "MixerRows", "RecurrentRows", "missing_mixers", "mixers"]

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .borrowed_dspark import few_rows_linear
+from .lending import Lender, lend_forward
 
 
 class TargetTaps:
@@ -117,36 +117,22 @@ class TargetTaps:
         return torch.cat(taps, dim=-1)
 
 
-# calls that use a layer at the same time, on several threads: the last one puts it back
-_lock = threading.Lock()
-_users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-
-
-@contextmanager
-def few_rows_linears(*models: nn.Module) -> Iterator[None]:
+def few_rows_linears(*models: nn.Module) -> AbstractContextManager[None]:
     """
     Lets the linear layers of models use [`~transformers_dspark.borrowed_dspark.few_rows_linear`] while the context
     lasts: on a CPU that makes a step over a handful of tokens hardly longer than one over a single token. A layer that
     is of another kind or not on the CPU, or whose forward someone else replaced, stays as it is.
     """
-    used = []
-    with _lock:
-        for layer in (module for model in models for module in model.modules() if type(module) is nn.Linear):
-            if layer.weight.device.type != "cpu" or ("forward" in vars(layer) and layer not in _users):
-                continue
-            if layer not in _users:
-                vars(layer)["forward"] = functools.partial(_few_rows, layer)
-            _users[layer] = _users.get(layer, 0) + 1
-            used.append(layer)
-    try:
-        yield
-    finally:
-        with _lock:
-            for layer in used:
-                _users[layer] -= 1
-                if not _users[layer]:
-                    del _users[layer]
-                    vars(layer).pop("forward", None)
+    return _few_rows_lender(module for model in models for module in model.modules() if type(module) is nn.Linear)
+
+
+def _with_few_rows(layer: nn.Linear) -> Callable[[], object] | None:
+    if layer.weight.device.type != "cpu" or "forward" in vars(layer):
+        return None
+    return lend_forward(layer, functools.partial(_few_rows, layer))
+
+
+_few_rows_lender = Lender(_with_few_rows)
 
 
 def _few_rows(layer: nn.Linear, states: torch.Tensor) -> torch.Tensor:
