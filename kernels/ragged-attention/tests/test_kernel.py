@@ -169,3 +169,28 @@ def test_low_precision_errs_at_most_twice_as_much_as_pytorch(dtype):
         plain = (weights @ values).transpose(0, 1)
         theirs = torch.maximum(theirs, (plain.float() - truth[begin:end]).abs().max())
     assert ours <= 2 * theirs
+
+
+def test_written_entries():
+    from ragged_attention import write_entries
+
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(3, 9, dim, generator=generator).transpose(0, 1) for dim in (20, 33))
+    caches = [torch.full((4, 3, 11, dim), 7.0) for dim in (20, 33)]
+    slots, entries = torch.tensor([0, 0, 0, 2, 2, 3, 1, 1, 1]), torch.tensor([4, 5, 6, 0, 1, 10, 8, 9, 10])
+    expected = [cache.clone() for cache in caches]
+    for cache, new in zip(expected, (keys, values), strict=True):
+        cache[slots, :, entries] = new
+    there = [tensor.to(DEVICE) for tensor in (keys, values, *caches, slots, entries)]
+    write_entries(*there)
+    for written, cache in zip(there[2:4], expected, strict=True):
+        assert torch.equal(written.cpu(), cache)
+
+
+def test_more_slots_than_windows():
+    inputs = make([63, 11], [3, 2])
+    expected = ragged_attention_reference(**inputs)
+    for name in ("key_cache", "value_cache"):
+        inputs[name] = torch.cat((inputs[name], torch.full_like(inputs[name][:1], float("nan"))))
+    assert torch.equal(ragged_attention_reference(**inputs), expected)
+    torch.testing.assert_close(run(inputs), expected, rtol=2e-5, atol=2e-6)

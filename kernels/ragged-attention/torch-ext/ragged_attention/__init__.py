@@ -11,7 +11,11 @@ def __getattr__(name: str) -> Any:
         from . import kernel
 
         return getattr(kernel, name)
+    if name == "write_entries":
+        from .write import write_entries
+
+        return write_entries
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Tiling", "default_tiling", "ragged_attention", "ragged_attention_reference"]
+__all__ = ["Tiling", "default_tiling", "ragged_attention", "ragged_attention_reference", "write_entries"]

@@ -290,7 +290,8 @@ def ragged_attention(
 
     Args:
         query, key_cache, value_cache, lengths, offsets, scaling, causal, sliding_window, softcap, sinks: As in
-            [`ragged_attention_reference`]. All tensors are on one device, and contiguous in the last dimension.
+            [`ragged_attention_reference`]. All tensors are on one device, and contiguous in the last dimension. The
+            caches may have more rows than there are windows.
         max_width (`int`, *optional*): At least the tokens of the longest window. Defaults to all packed tokens, which
             launches more programs than needed.
         max_length (`int`, *optional*): At least the entries before the longest row's window. Defaults to the capacity.
@@ -302,8 +303,8 @@ def ragged_attention(
     Source: split keys and their combination as in Flash-Decoding (Dao et al., 2023).
     """
     total, heads, head_dim = query.shape
-    rows, kv_heads, capacity, value_dim = value_cache.shape
-    group = heads // kv_heads
+    _, kv_heads, capacity, value_dim = value_cache.shape
+    rows, group = offsets.shape[0] - 1, heads // kv_heads
     max_width = total if max_width is None else max(1, min(max_width, total))
     max_length = capacity if max_length is None else min(max_length, capacity)
     out = query.new_zeros(total, heads, value_dim)

@@ -42,9 +42,9 @@ def ragged_attention_reference(
 
     Args:
         query (`torch.Tensor` of shape `(total, heads, head_dim)`): Queries of all windows, packed; any float dtype.
-        key_cache (`torch.Tensor` of shape `(rows, kv_heads, capacity, head_dim)`): Keys, each row's from the start of
-            its slot: those before the window, then those of the window.
-        value_cache (`torch.Tensor` of shape `(rows, kv_heads, capacity, value_dim)`): Their values.
+        key_cache (`torch.Tensor` of shape `(slots, kv_heads, capacity, head_dim)`): Keys, each row's from the start of
+            its slot: those before the window, then those of the window. There are at least as many slots as rows.
+        value_cache (`torch.Tensor` of shape `(slots, kv_heads, capacity, value_dim)`): Their values.
         lengths (`torch.Tensor` of shape `(rows,)`): Entries before each row's window, integers.
         offsets (`torch.Tensor` of shape `(rows + 1,)`): Where each window begins in the packed tensors, integers, not
             decreasing; the first is 0. Tokens from `offsets[-1]` on are padding: they get zeros.
@@ -121,10 +121,11 @@ def _check(
     sinks: Optional[torch.Tensor],
 ) -> None:
     total, heads, head_dim = query.shape
-    rows, kv_heads, capacity, _ = key_cache.shape
+    slots, kv_heads, capacity, _ = key_cache.shape
+    rows = min(slots, len(lengths))
     expected = {
-        "key_cache": (key_cache, (rows, kv_heads, capacity, head_dim)),
-        "value_cache": (value_cache, (rows, kv_heads, capacity, value_cache.shape[-1])),
+        "key_cache": (key_cache, (slots, kv_heads, capacity, head_dim)),
+        "value_cache": (value_cache, (slots, kv_heads, capacity, value_cache.shape[-1])),
     }
     if sinks is not None:
         expected["sinks"] = (sinks, (heads,))
