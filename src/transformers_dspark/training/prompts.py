@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from . import prompt_chat, prompt_code, prompt_math, prompt_texts
 
 
 MOST_CHARACTERS = 1150  # about 350 tokens with the chat template, for text in English or Python
+T = TypeVar("T")
 GRAM = 13  # words in a row that count as the same text
 BOILERPLATE = 5  # evaluation prompts that share a gram make it the wording of the task, not its content
 
@@ -179,42 +180,69 @@ def write_prompts(path: Path, prompts: list[dict[str, Any]]) -> None:
     path.write_bytes(gzip.compress(data, compresslevel=9, mtime=0) if path.suffix == ".gz" else data)
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[list[str]]:
+def read_prompts(path: Path, limit: int | None = None, broken: list[int] | None = None) -> list[list[str]]:
     """
     Reads a file of prompts.
 
     Args:
-        path (`Path`): JSON lines with `turns`, plain or gzip.
+        path (`Path`): JSON lines, plain or gzip: with `turns`, or with `messages` as chats have them, of which the
+            user's are read and the others left out.
         limit (`int`, *optional*): Read only the first `limit` lines.
+        broken (`list[int]`, *optional*): Receives the numbers of lines that are no such object, which are skipped.
 
     Returns:
         `list[list[str]]`: The user turns of each prompt, at least one.
 
     Raises:
-        ValueError: `limit` is below 1, the file is empty, or a line is not such an object.
+        ValueError: `limit` is below 1, no line is such an object, or one is not and `broken` is not given.
     """
+    return read_lines(path, _turns, limit, broken)
+
+
+def read_lines(
+    path: Path, parse: Callable[[Any], T | None], limit: int | None = None, broken: list[int] | None = None
+) -> list[T]:
+    """What `parse` makes of each line of a file; `None` is a broken line. See [`read_prompts`]."""
     if limit is not None and limit < 1:
         raise ValueError(f"The limit is {limit}; it must be at least 1.")
     opener: Any = gzip.open if path.suffix == ".gz" else open
+    found: list[T] = []
+    wrong: list[int] = []
     try:
         with opener(path, "rt", encoding="utf-8") as lines:
-            prompts = [_turns(line, path, number) for number, line in enumerate(islice(lines, limit), 1)]
+            for number, line in enumerate(islice(lines, limit), 1):
+                value = _parsed(line, parse)
+                if value is None:
+                    wrong.append(number)
+                else:
+                    found.append(value)
     except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{path} is no text in UTF-8, or damaged ({error}).") from error
-    if not prompts:
-        raise ValueError(f"{path} holds no prompt; `dspark data prompts` makes such a file.")
-    return prompts
-
-
-def _turns(line: str, path: Path, number: int) -> list[str]:
-    try:
-        turns = json.loads(line)["turns"]
-        "".join(turns).encode()  # an escape such as \ud800 stands for half a character, which is no text
-    except (ValueError, TypeError, KeyError, RecursionError):
-        turns = None
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+    if wrong and (broken is None or not found):
         raise ValueError(
-            f'{path}, line {number}: not of the form {{"turns": ["...", ...]}} with one turn of text or more; '
-            "`dspark data prompts` makes such a file."
+            f'{path}, line {wrong[0]}: not of the form {{"turns": ["...", ...]}} with one turn of text or more, nor a '
+            "chat of `messages`; `dspark data prompts` makes such a file."
         )
+    if not found:
+        raise ValueError(f"{path} holds no prompt; `dspark data prompts` makes such a file.")
+    if broken is not None:
+        broken += wrong
+    return found
+
+
+def _parsed(line: str, parse: Callable[[Any], T | None]) -> T | None:
+    try:
+        return parse(json.loads(line))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _turns(value: Any) -> list[str] | None:
+    """The user's turns, if there are any and all are text."""
+    turns = value.get("turns") if isinstance(value, dict) else None
+    if turns is None:
+        turns = [message["content"] for message in value["messages"] if message["role"] == "user"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        return None
+    "".join(turns).encode()  # an escape such as \ud800 stands for half a character, which is no text
     return turns
