@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from . import ragged_ops
 from ._compat import attention_implementations
 from .lending import Lender
 from .windows import WINDOW_KEYWORD, RaggedWindow, VerifyWindow
@@ -42,8 +43,8 @@ def ragged_attention(
             packed forward.
         key (`torch.Tensor` of shape `(n, key_value_heads, entries, head_dim)`): What the cache returned.
         value (`torch.Tensor` of shape `(n, key_value_heads, entries, head_dim)`): What the cache returned.
-        attention_mask (`torch.LongTensor` of shape `()`, *optional*): What [`ragged_mask`] made: the layer's sliding
-            window, if it has one. Rows carry their lengths in `ragged_window`, so no other mask may be given.
+        attention_mask (`torch.Tensor` of shape `(sliding window, 0)`, *optional*): What [`ragged_mask`] made, for a
+            layer that has such a window. Rows carry their lengths in `ragged_window`, so no other mask may be given.
         scaling (`float`, *optional*, defaults to `head_dim ** -0.5`): Factor on the logits.
 
     Returns:
@@ -61,13 +62,13 @@ def ragged_attention(
         raise RuntimeError(
             f"Attention `{ATTENTION_NAME}` needs the forward keyword `{WINDOW_KEYWORD}`; none was passed."
         )
-    if attention_mask is not None and attention_mask.dim():
+    if attention_mask is not None and attention_mask.numel():
         raise NotImplementedError(
             f"{type(module).__name__} brings a mask of its own, which attention over a ragged cache cannot heed."
         )
     options: dict[str, Any] = {name: kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux")}
     if attention_mask is not None:  # some layers know of their window by the mask alone
-        options["sliding_window"] = int(attention_mask)
+        options["sliding_window"] = attention_mask.shape[0]
     packed = isinstance(window, VerifyWindow)
     for option, asked in {"position_bias": kwargs.get("position_bias"), **({} if packed else options)}.items():
         if asked is not None:
@@ -76,7 +77,23 @@ def ragged_attention(
             )
 
     if isinstance(window, VerifyWindow):
-        return packed_attention(query, key, value, window.to(query.device), scaling, **options), None
+        window = window.to(query.device)
+        if not ragged_ops.served(query):
+            return packed_attention(query, key, value, window, scaling, **options), None
+        mixed = ragged_ops.attend(
+            query[0].transpose(0, 1),
+            key,
+            value,
+            window.spans,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            True,
+            options["sliding_window"],
+            options["softcap"],
+            options["s_aux"],
+            window.width,
+            window.length,
+        )
+        return mixed[None], None
     if window.rows is not None:
         grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
@@ -149,10 +166,10 @@ def ragged_mask(
 ) -> torch.Tensor | None:
     """
     Mask function for `ATTENTION_NAME`: the window carries the mask, so all that is left to hand on is the sliding
-    window of a kind of layers.
+    window of a kind of layers, as the length of a tensor, which can be read while a model is compiled.
 
     Returns:
-        `torch.LongTensor` of shape `()`, or `None` for full attention.
+        `torch.Tensor` of shape `(sliding window, 0)`, or `None` for full attention.
 
     Raises:
         ValueError: A padding mask was given; ragged rows have no padding.
@@ -161,7 +178,7 @@ def ragged_mask(
         raise ValueError(
             f"Attention `{ATTENTION_NAME}` takes no `attention_mask`: row lengths are in `{WINDOW_KEYWORD}`."
         )
-    return None if local_size is None else torch.tensor(local_size)
+    return None if local_size is None else torch.empty(local_size, 0)
 
 
 @contextmanager

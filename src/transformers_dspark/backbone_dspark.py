@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 from .configuration_dspark import DSparkConfig
-from .masks_dspark import Mask
+from .masks_dspark import Mask, Masks
 
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
@@ -71,6 +71,11 @@ class DSparkContext:
         for buffer, new in zip(buffers, (keys, values), strict=True):
             buffer[:, :, self.length : end] = new
         return buffers[0][:, :, :end], buffers[1][:, :, :end]
+
+    def attention(self, config: DSparkConfig) -> Masks | None:
+        """For each kind of layers a function that attends over what [`~DSparkContext.stage`] returns; `None` if masks
+        have to say what is visible."""
+        return None
 
     def tail(self, window: int | None) -> int:
         """The first entry that a block behind `window` tokens of context may look at."""

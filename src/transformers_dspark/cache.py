@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from . import ragged_ops
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext, swap_rows
 from .recurrent import RECURRENT_KINDS, RecurrentRows, missing_mixers, mixers
@@ -101,8 +102,12 @@ class RaggedLayer(CacheLayerMixin):
             )
         assert self.keys is not None  # for the type checker
         assert self.values is not None
-        self.keys[window.rows, :, window.columns] = key_states[0].transpose(0, 1)
-        self.values[window.rows, :, window.columns] = value_states[0].transpose(0, 1)
+        keys, values = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        if ragged_ops.served(keys):
+            ragged_ops.write(keys, values, self.keys, self.values, window.places)
+            return self.keys, self.values  # attention knows which rows and entries are alive
+        self.keys[window.rows, :, window.columns] = keys
+        self.values[window.rows, :, window.columns] = values
         rows, length = window.num_rows, window.length
         return self.keys[:rows, :, :length], self.values[:rows, :, :length]
 

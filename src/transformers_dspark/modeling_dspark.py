@@ -285,17 +285,20 @@ class DSparkDrafter(PreTrainedModel):
         block = anchor_ids.new_full((anchor_ids.shape[0], size), self.config.mask_token_id)
         block[:, 0] = self._known(anchor_ids)
         positions = position_ids[:, None] + torch.arange(size, device=position_ids.device)
-        first = context.tail(self.config.sliding_window) if self.config.is_sparse else 0
-        committed = context.positions[:, first:] if context.length else positions[:, :0]
-        if context.has_gaps:
-            places = torch.cat((committed, positions.to(committed.device)), dim=1)
-            visible = (places >= 0)[:, None, None].to(self.device)
+        attention, first = context.attention(self.config), 0
+        if attention is None:
+            first = context.tail(self.config.sliding_window) if self.config.is_sparse else 0
+            committed = context.positions[:, first:] if context.length else positions[:, :0]
+            if context.has_gaps:
+                places = torch.cat((committed, positions.to(committed.device)), dim=1)
+                visible = (places >= 0)[:, None, None].to(self.device)
+            attention = self._masks(committed, positions, visible)
 
         def join(layer: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             keys, values = context.stage(layer, keys, values)
             return keys[:, :, first:], values[:, :, first:]
 
-        return self._backbone(block, positions, join, self._masks(committed, positions, visible))
+        return self._backbone(block, positions, join, attention)
 
     def propose(
         self,

@@ -2,26 +2,32 @@
 A round of the batched loop as one function of tensors whose shapes never change: the form that a captured graph can
 replay.
 
-Rows, drafted tokens of a block, packed tokens of the window, capacity of the caches: all are fixed when a round is
-made. What changes from round to round, lengths and texts and which rows are alive, lies in tensors, and nothing is
+Rows, drafted tokens of a block, packed tokens of the window, capacity of the caches: all are fixed. What changes from round to round, lengths and texts and which rows are alive, lies in tensors, and nothing is
 read back. A window that is not full is filled up with tokens of a spare row, which is the last of the caches and
 nobody's text. Rejected tokens stay where they were written: their row's number of entries does not count them, and the
 next window overwrites them.
 
-The number of drafted tokens that all rows may send together, the budget, is part of the shape, so it has to be known
-before the round starts, as the lagged scheduler knows it.
+The number of tokens that all rows together may send is part of the shape, so it has to be known before the round
+starts, as the lagged scheduler knows it. What the anchors of live rows leave of it is the drafts' budget.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
+from . import ragged_ops
+from .backbone_dspark import KeysValues
 from .batch.drafting import Drafts, RowDrafting
 from .batch.processors import RowProcessors
 from .cache import RaggedCache
+from .configuration_dspark import SLIDING, DSparkConfig
+from .masks_dspark import Masks
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext
 from .sampling import Verdict, accept, accept_greedy
@@ -52,11 +58,19 @@ class RoundResult(NamedTuple):
 
 
 class StaticContext(RaggedContext):
-    """What a [`RaggedContext`] holds, shared with it; blocks are staged behind its capacity, not behind its rows."""
+    """
+    What a [`RaggedContext`] holds, shared with it, for its first `len(entries)` rows. Where kernels serve the device,
+    blocks are staged behind their own row's entries; elsewhere behind the capacity of all.
+    """
 
     def __init__(self, context: RaggedContext, entries: torch.Tensor) -> None:
         vars(self).update(vars(context))
         self.live, self._entries = len(entries), entries
+        self._kernels = ragged_ops.served(self._places)
+        starts = torch.arange(self.live + 1, device=entries.device) * self._block_size
+        self._spans = torch.stack((torch.zeros_like(starts), starts)).int()
+        tokens = torch.arange(self.live * self._block_size, device=entries.device)
+        self._block = torch.stack((tokens // self._block_size, tokens % self._block_size))
 
     @property  # type: ignore[misc]  # there is nothing to set
     def length(self) -> int:  # type: ignore[override]
@@ -74,25 +88,97 @@ class StaticContext(RaggedContext):
         behind = torch.arange(self.capacity, device=self._entries.device) >= self._entries[:, None]
         return self._places[: self.live].masked_fill(behind.to(self._places.device), -1)
 
+    def stage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+        """Writes a block's entries; returns views of all live rows, or with kernels the whole buffers."""
+        if not self._kernels:
+            return super().stage(layer, keys, values)
+        buffers = self._buffer(layer, keys, values)
+        places = torch.stack((self._block[0], self._entries[self._block[0]] + self._block[1]))
+        packed = (new.transpose(1, 2).flatten(0, 1) for new in (keys, values))
+        ragged_ops.write(*packed, *buffers, places)
+        return buffers
+
+    def attention(self, config: DSparkConfig) -> Masks | None:
+        """The kernels' attention of a block, for each kind of layers, where they know all that the layers ask for."""
+        anchored = config.sliding_window is not None and config.sliding_window_from == "anchor"
+        if not self._kernels or config.has_attention_sinks or config.is_sparse or anchored:
+            return None
+        self._spans[0, :-1] = self._entries
+        return {kind: functools.partial(self._attend, config, kind) for kind in dict.fromkeys(config.layer_types)}
+
+    def _attend(
+        self, config: DSparkConfig, kind: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """What `(rows, heads, block_size, head_dim)` queries mix to, over the whole buffers of keys and values."""
+        rows, heads, size, _ = query.shape
+        mixed = ragged_ops.attend(
+            query.transpose(1, 2).flatten(0, 1),
+            key,
+            value,
+            self._spans,
+            scale,
+            kind in config.causal_layer_types,
+            config.sliding_window if kind == SLIDING else None,
+            None,
+            None,
+            size,
+            self.capacity,
+        )
+        return mixed.view(rows, size, heads, -1).transpose(1, 2)
+
+
+class RoundState:
+    """
+    Where the texts of a call stand, in tensors that rounds write to. Each has a place for every row there may ever be.
+
+    Args:
+        rows (`int`): Most rows.
+        length (`int`): Most tokens of a text.
+        width (`int`): Most drafted tokens of a block.
+        device (`torch.device`): Where texts are.
+
+    Attributes:
+        text (`torch.LongTensor` of shape `(rows, length + 1)`): Prompts and committed tokens; the last column is
+            nobody's.
+        ends, entries, shifts (`torch.LongTensor` of shape `(rows,)`): Tokens of each text; its entries in the caches;
+            what a token's position is ahead of the number of entries before it.
+        widths (`torch.LongTensor` of shape `(rows,)`): Most tokens that each may draft.
+        limit (`torch.LongTensor` of shape `()`): Tokens with which a text ends.
+        live (`torch.BoolTensor` of shape `(rows,)`): Whether a text goes on.
+        uniforms (`torch.DoubleTensor` of shape `(rows, 2 * width + 1)`): When sampling, the noise of the coming round:
+            drafts, their tests, the bonus.
+    """
+
+    def __init__(self, rows: int, length: int, width: int, device: torch.device) -> None:
+        self.text = torch.zeros(rows, length + 1, dtype=torch.long, device=device)
+        self.ends, self.entries, self.shifts = torch.zeros(3, rows, dtype=torch.long, device=device).unbind()
+        self.widths = torch.full_like(self.ends, width)
+        self.limit = torch.tensor(length, device=device)
+        self.live = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.uniforms = torch.zeros(rows, 2 * width + 1, dtype=torch.float64, device=device)
+
+    def first(self, rows: int) -> RoundState:
+        """Views of the first rows."""
+        some = copy.copy(self)
+        for name, tensor in vars(self).items():
+            if tensor.dim():
+                setattr(some, name, tensor[:rows])
+        return some
+
 
 class StaticRound:
     """
-    Rounds of fixed shape, and their state.
+    Rounds of fixed shape over the first rows of a state.
 
     Args:
         drafter (`DSparkDrafter`): Bound to its target.
-        taps (`TargetTaps`): Of the call.
-        cache (`RaggedCache`): The prompts', with one row more than there are texts; each text has `capacity` room.
-        text (`torch.LongTensor` of shape `(rows, max_length + 1)`): Prompts and first tokens; the last column is
-            nobody's.
-        ends, shifts (`torch.LongTensor` of shape `(rows,)`): Tokens of each text; what a token's position is ahead of
-            the number of entries before it.
+        taps (`TargetTaps`): Of the target.
+        cache (`RaggedCache`): With one row more than there are texts; each text has `capacity` room.
+        state (`RoundState`): Of these rows alone.
         processors (`RowProcessors`): Of the call; all rows must share them.
         eos_ids (`Collection[int]`): Any of them ends a text.
-        width (`int`): Drafted tokens of a block.
         vocabulary (`int`): Of the target's logits.
-        sampling (`bool`): Whether tokens are drawn; then `uniforms` `(rows, 2 * width + 1)` is the noise of the coming
-            round: drafts, their tests, the bonus.
+        sampling (`bool`): Whether tokens are drawn.
     """
 
     def __init__(
@@ -100,40 +186,42 @@ class StaticRound:
         drafter: DSparkDrafter,
         taps: TargetTaps,
         cache: RaggedCache,
-        text: torch.Tensor,
-        ends: torch.Tensor,
-        shifts: torch.Tensor,
+        state: RoundState,
         processors: RowProcessors,
         eos_ids: Collection[int],
         *,
-        width: int,
         vocabulary: int,
         sampling: bool,
     ) -> None:
-        rows, device = len(ends), text.device
-        self.text, self.ends, self.width = text, ends, width
-        self.entries = torch.tensor(cache.lengths[:rows], device=device)
-        self.live = torch.ones(rows, dtype=torch.bool, device=device)
-        self.uniforms = torch.zeros(rows, 2 * width + 1, dtype=torch.float64, device=device) if sampling else None
+        self.state, self.width = state, state.uniforms.shape[1] // 2
+        rows, device = len(state.ends), state.text.device
         self._drafter, self._taps, self._cache, self._processors = drafter, taps, cache, processors
-        self._context = StaticContext(cache.context, self.entries)
+        self._context = StaticContext(cache.context, state.entries)
         self._drafting = RowDrafting(drafter, processors, 0.0, eos_ids, device)
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
-        self._rows, self._vocabulary = torch.arange(rows, device=device), vocabulary
-        self._shifts = torch.cat((shifts, shifts.new_zeros(1)))  # of the spare row, too
-        self._offsets = torch.arange(width + 1, device=device)
+        self._rows, self._vocabulary, self._sampling = torch.arange(rows, device=device), vocabulary, sampling
+        self._offsets = torch.arange(self.width + 1, device=device)
 
-    def __call__(self, budget: int) -> RoundResult:
-        """One round in which all rows together send at most `budget` drafted tokens."""
-        drafts = self._draft()
+    def __call__(self, total: int, drafting: bool = True) -> RoundResult:
+        """
+        One round in which all rows together send `total` tokens, anchors included, or less if there are no more.
+
+        Args:
+            total (`int`): At least the rows whose text goes on.
+            drafting (`bool`): Without it, rows send their anchors alone.
+        """
+        state = self.state
+        drafts = self._draft() if drafting else Drafts.none(state.text, len(self._rows))
         certain = torch.ones_like(drafts.tokens) if drafts.confidence is None else drafts.confidence
-        sent = top_k_lengths(survival(certain.to(self.text.device)), budget, drafts.usable)
-        counts = torch.where(self.live, 1 + sent, 0)
-        starts = counts.cumsum(dim=0) - counts
-        window = self._window(counts, starts, len(self._rows) + budget)
-        blocks = torch.cat((self.text[self._rows, self.ends - 1][:, None], drafts.tokens), dim=1)
+        budget = total - state.live.sum()
+        sent = top_k_lengths(survival(certain.to(state.text.device)), budget, drafts.usable)
+        counts = torch.where(state.live, 1 + sent, 0)
+        ends = counts.cumsum(dim=0)
+        window = self._window(counts, ends, total)
+        blocks = torch.cat((state.text[self._rows, state.ends - 1][:, None], drafts.tokens), dim=1)
         ids = torch.cat((blocks, torch.zeros_like(blocks[:1])))[window.rows, window.offsets]
-        positions = window.columns + self._shifts[window.rows]
+        owners = window.rows.clamp(max=len(self._rows) - 1)
+        positions = window.columns + torch.where(window.rows < len(self._rows), state.shifts[owners], 0)
         outputs = self._taps.run(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -142,61 +230,66 @@ class StaticRound:
             **{WINDOW_KEYWORD: window},
             **self._taps.forward_kwargs,
         )
-        logits = outputs.logits[0].to(self.text.device, torch.float32)
-        owners = window.rows.clamp(max=len(self._rows) - 1)
-        scores = self._processors(self.text, owners, self.ends[owners] + window.offsets, logits)
-        verdict = self._judge(scores, (starts[:, None] + self._offsets).clamp(max=len(ids) - 1), drafts, sent)
+        logits = outputs.logits[0].to(state.text.device, torch.float32)
+        scores = self._processors(state.text, owners, state.ends[owners] + window.offsets, logits)
+        places = ((ends - counts)[:, None] + self._offsets[: blocks.shape[1]]).clamp(max=total - 1)
+        verdict = self._judge(scores, places, drafts, sent)
         taps = self._taps.read(outputs, self._drafter.device, self._drafter.dtype)
         self._cache.context.extend(self._drafter, taps, positions[None], window)
         return self._commit(drafts, sent, verdict)
 
     def _draft(self) -> Drafts:
-        room = (self.text.shape[1] - 2 - self.ends).clamp(min=0)  # behind the drafts the bonus has its place
+        state = self.state
+        room = (state.limit - 1 - state.ends).clamp(min=0)  # behind the drafts the bonus has its place
         return self._drafting(
-            self.text,
+            state.text,
             self._rows,
-            self.ends,
-            self.entries + self._shifts[:-1],
-            torch.where(self.live, room.clamp(max=self.width), 0),
+            state.ends,
+            state.entries + state.shifts,
+            torch.where(state.live, torch.minimum(room, state.widths), 0),
             width=self.width,
             context=self._context,
-            drawn=self.uniforms,
+            drawn=state.uniforms if self._sampling else None,
             vocabulary=self._vocabulary,
         )
 
-    def _window(self, counts: torch.Tensor, starts: torch.Tensor, total: int) -> VerifyWindow:
+    def _window(self, counts: torch.Tensor, ends: torch.Tensor, total: int) -> VerifyWindow:
         """The windows of `counts` tokens, packed, and tokens of the spare row up to `total`."""
-        tokens = torch.arange(total, device=counts.device)
-        rows = torch.searchsorted(starts + counts, tokens, right=True)
-        spare = rows == len(counts)
-        offsets = torch.where(spare, 0, tokens - starts[rows.clamp(max=len(counts) - 1)])
-        columns = torch.where(spare, 0, self.entries[rows.clamp(max=len(counts) - 1)] + offsets)
+        tokens, starts = torch.arange(total, device=counts.device), ends - counts
+        rows = torch.searchsorted(ends, tokens, right=True)
+        spare, owners = rows == len(counts), rows.clamp(max=len(counts) - 1)
+        offsets = torch.where(spare, 0, tokens - starts[owners])
+        columns = torch.where(spare, 0, self.state.entries[owners] + offsets)
+        spans = torch.stack((F.pad(self.state.entries, (0, 1)), F.pad(ends, (1, 0)))).int()
         places = torch.stack((rows, columns, offsets))
-        return VerifyWindow(places, len(counts) + 1, self.width + 1, self._cache.context.capacity)
+        return VerifyWindow(places, spans, len(counts) + 1, self.width + 1, self._cache.context.capacity)
 
-    def _judge(self, scores: torch.Tensor, index: torch.Tensor, drafts: Drafts, sent: torch.Tensor) -> Verdict:
-        """Accepts or replaces drafts by packed `(total, vocab)` scores; `index` has the place of each row's tokens."""
-        if self.uniforms is None or drafts.probs is None:
-            verdict = accept_greedy(scores.argmax(dim=-1)[index], drafts.tokens, sent)
-            best = scores.amax(dim=-1)[index].gather(1, verdict.accepted[:, None]).squeeze(1)
+    def _judge(self, scores: torch.Tensor, places: torch.Tensor, drafts: Drafts, sent: torch.Tensor) -> Verdict:
+        """Accepts or replaces drafts by packed `(total, vocab)` scores; `places` has those of each row's tokens."""
+        if not self._sampling:
+            verdict = accept_greedy(scores.argmax(dim=-1)[places], drafts.tokens, sent)
+            best = scores.amax(dim=-1)[places].gather(1, verdict.accepted[:, None]).squeeze(1)
             return verdict._replace(bonus=torch.where(best > float("-inf"), verdict.bonus, self._vocabulary))
-        tests, bonus = self.uniforms[:, self.width : -1], self.uniforms[:, -1]
-        return accept(scores.softmax(dim=-1)[index], drafts.probs, drafts.tokens, tests, bonus, sent)
+        width = drafts.tokens.shape[1]
+        probs = scores.new_zeros(len(sent), width, self._vocabulary) if drafts.probs is None else drafts.probs
+        tests, bonus = self.state.uniforms[:, self.width : self.width + width], self.state.uniforms[:, -1]
+        return accept(scores.softmax(dim=-1)[places], probs, drafts.tokens, tests, bonus, sent)
 
     def _commit(self, drafts: Drafts, sent: torch.Tensor, verdict: Verdict) -> RoundResult:
-        failed = self.live & (verdict.bonus >= self._vocabulary)
-        drafted = torch.cat((drafts.tokens, drafts.tokens[:, -1:]), dim=1)
+        state = self.state
+        failed = state.live & (verdict.bonus >= self._vocabulary)
+        drafted = F.pad(drafts.tokens, (0, self.width + 1 - drafts.tokens.shape[1]))
         tokens = torch.where(self._offsets < verdict.accepted[:, None], drafted, verdict.bonus[:, None])
-        ended = torch.isin(tokens, self._eos) & (self._offsets <= verdict.accepted[:, None])
-        before = torch.cat((torch.zeros_like(ended[:, :1]), ended[:, :-1]), dim=1).long().cumsum(dim=1)
-        counts = (before == 0) & (self._offsets <= verdict.accepted[:, None]) & self.live[:, None]
+        ended = torch.isin(tokens, self._eos) | (state.ends[:, None] + self._offsets + 1 >= state.limit)
+        before = F.pad(ended[:, :-1], (1, 0)).long().cumsum(dim=1)
+        counts = (before == 0) & (self._offsets <= verdict.accepted[:, None]) & state.live[:, None]
         kept = counts.sum(dim=1)
-        places = torch.where(counts, self.ends[:, None] + self._offsets, self.text.shape[1] - 1)
-        self.text.scatter_(1, places, tokens)
-        self.ends += kept
-        self.entries += kept
-        self.live &= ~(ended & counts).any(dim=1) & (self.ends < self.text.shape[1] - 1)
+        places = torch.where(counts, state.ends[:, None] + self._offsets, state.text.shape[1] - 1)
+        state.text.scatter_(1, places, tokens)
+        state.ends += kept
+        state.entries += kept
+        state.live &= ~((ended & counts).any(dim=1) | failed)
         return RoundResult(tokens, kept, torch.minimum(verdict.accepted, kept), sent, drafts.confidence, failed)
 
 
-__all__ = ["RoundResult", "StaticContext", "StaticRound"]
+__all__ = ["RoundResult", "RoundState", "StaticContext", "StaticRound"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -60,6 +61,9 @@ class VerifyWindow:
     Args:
         places (`torch.LongTensor` of shape `(3, total)`): For each token its cache row, its entry there, which is the
             number of tokens before it, and its place in its row's window.
+        spans (`torch.IntTensor` of shape `(2, rows + 1)`): For each row the entries before its window, and where the
+            window begins among the packed tokens; the last column has 0 and where the last window ends. Tokens from
+            there on belong to no row.
         num_rows (`int`): Attention reads the cache rows `0 .. num_rows - 1`.
         width (`int`): Tokens of the longest window.
         length (`int`): Entries that attention reads of each row: the largest column plus 1.
@@ -67,6 +71,7 @@ class VerifyWindow:
     """
 
     places: torch.Tensor
+    spans: torch.Tensor
     num_rows: int
     width: int
     length: int
@@ -100,21 +105,23 @@ class VerifyWindow:
             for offset in range(width)
         ]
         places = torch.tensor(flat, dtype=torch.long, device=device).view(-1, 3).T.contiguous()
+        spans = torch.tensor([[*lengths, 0], list(accumulate(widths, initial=0))], dtype=torch.int32, device=device)
         ends = [length + width for length, width in zip(lengths, widths, strict=True)]
-        return cls(places, num_rows=len(ends), width=max(widths), length=max(ends), certain=certain)
+        return cls(places, spans, num_rows=len(ends), width=max(widths), length=max(ends), certain=certain)
 
     def to(self, device: torch.device) -> VerifyWindow:
         """The same on another device: the layers of a target may lie on several."""
         if self.places.device == device:
             return self
         if device not in self._elsewhere:
-            moved = VerifyWindow(self.places.to(device), self.num_rows, self.width, self.length, self.certain)
-            self._elsewhere[device] = moved
+            self._elsewhere[device] = replace(
+                self, places=self.places.to(device), spans=self.spans.to(device), _elsewhere={}, _masks={}
+            )
         return self._elsewhere[device]
 
     def only(self, keep: torch.Tensor) -> VerifyWindow:
-        """Without the tokens `(total,)` that are not kept."""
-        return VerifyWindow(self.places[:, keep], self.num_rows, self.width, self.length, self.certain)
+        """Without the tokens `(total,)` that are not kept; good for writing, not for attention."""
+        return replace(self, places=self.places[:, keep], _elsewhere={}, _masks={})
 
     def counts(self) -> list[int]:
         """Tokens of each row."""
