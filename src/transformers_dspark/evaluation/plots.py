@@ -59,7 +59,8 @@ def pictures_of(result: Any) -> dict[str, Draw]:
     The pictures that a result allows: name to a function that draws on axes. Empty if it holds nothing to draw.
 
     Args:
-        result (`Any`): From [`read_result`]: of `dspark eval`, `calibrate`, `profile` or `bench`, or a round trace.
+        result (`Any`): From [`read_result`]: of `dspark eval`, `calibrate`, `profile` or `bench`, of the study,
+            or a round trace.
     """
     if isinstance(result, Mapping) and "verify_seconds" in result:
         result = [result]  # a trace of a single round
@@ -76,6 +77,16 @@ def pictures_of(result: Any) -> dict[str, Draw]:
         found["reliability"] = lambda axes: _reliability(axes, result["positions"])
     if any("acceptance_by_position" in line for line in result.get("results", [])):
         shares = {f"{r['prompts']}, T={r['temperature']:g}": r["acceptance_by_position"] for r in result["results"]}
+        found["acceptance"] = lambda axes: _acceptance(axes, shares)
+    if result.get("arms"):
+        found["block_sizes"] = lambda axes: _block_sizes(axes, result["arms"])
+        largest = max(arm["block_size"] for arm in result["arms"])
+        shares = {
+            f"{arm['name']}, T={r['temperature']:g}": r["acceptance_by_position"]
+            for arm in result["arms"]
+            for r in arm["results"]
+            if arm["block_size"] == largest
+        }
         found["acceptance"] = lambda axes: _acceptance(axes, shares)
     if result.get("runs"):
         found["throughput"] = lambda axes: _throughput(axes, result["runs"])
@@ -206,6 +217,21 @@ def _acceptance(axes: Any, shares: Mapping[str, Sequence[float | None]]) -> None
         points = [(k, share) for k, share in enumerate(shares[name], start=1) if share is not None]
         axes.plot(*(zip(*points, strict=True) if points else ([], [])), label=name, **style)
     axes.set(xlabel="position in the block", ylabel="conditional acceptance", ylim=(0, 1))
+    axes.legend()
+
+
+def _block_sizes(axes: Any, arms: Sequence[Mapping[str, Any]]) -> None:
+    """Accepted length by drafted tokens, a line for each kind of drafter (`NAME-TOKENS`) and temperature."""
+    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for arm in arms:
+        kind, _, size = arm["name"].partition("-")
+        if size == str(arm["block_size"]):
+            for result in arm["results"]:
+                name = f"{kind}, T={result['temperature']:g}"
+                lines[name].append((arm["block_size"], result["accepted_length"]))
+    for name, style in _styled(list(lines)):
+        axes.plot(*zip(*sorted(lines[name]), strict=True), label=name, **style)
+    axes.set(xlabel="drafted tokens", ylabel="accepted length", ylim=(1, None))
     axes.legend()
 
 

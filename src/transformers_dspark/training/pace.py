@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -10,6 +11,22 @@ from accelerate import PartialState
 from accelerate.utils import broadcast
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
+
+
+def share_of_peak(done: float, step: int, warmup: float, final: float) -> float:
+    """
+    Share of the peak learning rate: a linear warm-up, then a cosine.
+
+    Args:
+        done (`float`): Share of the budget that is used, 0..1.
+        step (`int`): Steps taken.
+        warmup (`float`): Share of the budget to warm up for.
+        final (`float`): Share of the peak rate at the end.
+    """
+    if done < warmup:
+        # a tenth of the peak is reached by steps alone: at first no budget has moved
+        return max(done / warmup, min(1.0, (step + 1) / 100) * 0.1)
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * (done - warmup) / (1 - warmup)))
 
 
 class Pace(TrainerCallback, ExportableState):
@@ -71,4 +88,4 @@ class Pace(TrainerCallback, ExportableState):
         self.clock = time.perf_counter()
 
 
-__all__ = ["Pace"]
+__all__ = ["Pace", "share_of_peak"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +25,7 @@ from .held_out import backbone_of, decoded_accepted_length, held_out_accepted_le
 from .losses import loss_sums
 from .objective import Objective
 from .optimizer import MuonWithAdamW
-from .pace import Pace
+from .pace import Pace, share_of_peak
 
 
 # Without cuDNN's: that one makes a new plan for each shape, which takes longer than the whole step.
@@ -225,13 +224,9 @@ class DSparkTrainer(Trainer):
 
     def rate(self) -> float:
         """Share of the peak rate at this point of the nearer budget."""
-        args, done = self.args, self.pace.progress(self.state)
-        warmup = args.warmup_steps if args.warmup_steps < 1 else args.warmup_steps / max(1, self.state.max_steps)
-        if done < warmup:
-            # a tenth of the peak is reached by steps alone: at first no budget has moved
-            return max(done / warmup, min(1.0, (self.state.global_step + 1) / 100) * 0.1)
-        cosine = 0.5 * (1 + math.cos(math.pi * (done - warmup) / (1 - warmup)))
-        return args.final_rate + (1 - args.final_rate) * cosine
+        args, state = self.args, self.state
+        warmup = args.warmup_steps if args.warmup_steps < 1 else args.warmup_steps / max(1, state.max_steps)
+        return share_of_peak(self.pace.progress(state), state.global_step, warmup, args.final_rate)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the parts of the loss to what is logged of training."""

@@ -1,0 +1,303 @@
+"""
+`python -m benchmarks.study`: what each part of a drafter brings, all of them trained alike.
+
+All arms step together on the same batches, anchors and states of the frozen target, which runs once for all of them;
+the arms that learn from other texts have a batch of theirs of the same size. Then each decodes the same prompts.
+
+    dspark data answers --target TARGET --prompts prompts.jsonl.gz --out answers
+    dspark data answers --target TARGET --prompts written.jsonl.gz --out asked               # answered by the target
+    dspark data answers --target TARGET --prompts written.jsonl.gz --out written --written   # and by people
+    python -m benchmarks.study --target TARGET --answers answers --asked asked --written written \
+        --prompts humaneval.jsonl mt-bench.jsonl --minutes 6 --out study
+
+Run again, it goes on with what is missing: arms with a result are left alone, trained ones are only measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.attention import sdpa_kernel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from transformers_dspark import DSparkDrafter
+from transformers_dspark.cli import device_of, positive_float, positive_int, seed, target_place, write_json
+from transformers_dspark.environment import environment
+from transformers_dspark.evaluation.confidences import answer_in_batches
+from transformers_dspark.evaluation.plots import draw
+from transformers_dspark.evaluation.prompts import read_conversations
+from transformers_dspark.evaluation.runs import Pair
+from transformers_dspark.telemetry import GenerationStats
+from transformers_dspark.training import AnswerDataset, DrafterShape, load_sequences, new_drafter
+from transformers_dspark.training.anchors import pack_blocks, sample_anchors
+from transformers_dspark.training.data import Sequences, TokenBatches, collate
+from transformers_dspark.training.held_out import target_states
+from transformers_dspark.training.losses import loss_sums
+from transformers_dspark.training.objective import Objective
+from transformers_dspark.training.optimizer import MuonWithAdamW
+from transformers_dspark.training.pace import share_of_peak
+from transformers_dspark.training.trainer import ATTENTION, PARTS
+
+
+WARM = 3  # steps whose time, with what is compiled in them, says nothing about the others
+TEXTS = ("answers", "asked", "written")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A drafter of the study: its sequential head (`"none"`: DFlash), drafted tokens, layers, and what it reads."""
+
+    name: str
+    head: str = "vanilla"
+    block_size: int = 7
+    num_layers: int = 5
+    text: str = "answers"
+
+    def shape(self, rank: int, draft_vocab_size: int | None) -> DrafterShape:
+        head = {"markov_rank": 0} if self.head == "none" else {"markov_rank": rank, "markov_head_type": self.head}
+        size = {"block_size": self.block_size, "num_layers": self.num_layers, "draft_vocab_size": draft_vocab_size}
+        return DrafterShape(**head, **size)
+
+
+SIZES = (7, 4, 8, 12, 16)
+ARMS = [
+    *(Arm(f"{name}-{k}", head, k) for k in SIZES for name, head in (("dflash", "none"), ("markov", "vanilla"))),
+    Arm("gated-7", "gated"),
+    Arm("rnn-7", "rnn"),
+    Arm("markov-7-depth-1", num_layers=1),
+    Arm("markov-7-depth-2", num_layers=2),
+    Arm("markov-7-asked", text="asked"),
+    Arm("markov-7-written", text="written"),
+]
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=(__doc__ or "").split("\n")[1])
+    add = parser.add_argument
+    add("--target", type=target_place, required=True)
+    for text in TEXTS:
+        add(f"--{text}", type=Path, nargs="+", metavar="DIR", help="made by `dspark data answers`, see above")
+    add("--prompts", type=Path, nargs="+", required=True, metavar="FILE", help="what is decoded in the end")
+    add("--out", type=Path, required=True, metavar="DIR", help="a file for each arm, study.json, pictures, drafters")
+    add("--arms", nargs="+", choices=[arm.name for arm in ARMS], metavar="NAME", help="(default: all with a text)")
+    add("--steps", type=positive_int, default=100_000, metavar="N", help="at most so many (default: %(default)s)")
+    add("--minutes", type=positive_float, default=6.0, help="at most so long for all training (default: %(default)s)")
+    add("--tokens-per-batch", type=positive_int, default=16384, metavar="N", help="(default: %(default)s)")
+    add("--anchors", type=positive_int, default=32, metavar="N", help="of a text and step (default: %(default)s)")
+    add("--max-length", type=positive_int, default=640, metavar="N", help="(default: %(default)s)")
+    add("--learning-rate", type=positive_float, default=2e-3, help="(default: %(default)s)")
+    add("--markov-rank", type=positive_int, default=256, metavar="N", help="(default: %(default)s)")
+    add("--draft-vocab-size", type=int, default=16384, metavar="N", help="0 for all tokens (default: %(default)s)")
+    add("--rows", type=positive_int, default=160, metavar="N", help="decoded together (default: %(default)s)")
+    add("--limit", type=positive_int, metavar="N", help="prompts of a file")
+    add("--max-new-tokens", type=positive_int, default=96, metavar="N", help="of an answer (default: %(default)s)")
+    add("--seed", type=seed, default=0)
+    add("--device")
+    args = parser.parse_args(words)
+    args.words = ["python", "-m", "benchmarks.study", *(sys.argv[1:] if words is None else words)]
+    return study(args)
+
+
+def study(args: argparse.Namespace) -> int:
+    """Trains what has no drafter yet, measures what has no result yet, shows all of it."""
+    named = [arm for arm in ARMS if arm.name in args.arms] if args.arms else ARMS
+    arms = [arm for arm in named if getattr(args, arm.text)]
+    if left_out := [arm.name for arm in named if arm not in arms]:
+        print(f"without their texts: {', '.join(left_out)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    device = device_of(args.device)
+    prompts = {path.stem: [turns[0] for turns in read_conversations(path, args.limit)] for path in args.prompts}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval().requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    waiting = [arm for arm in arms if not (args.out / f"{arm.name}.json").exists()]
+    new = [arm for arm in waiting if not (args.out / "drafters" / arm.name / "training.json").exists()]
+    if new:
+        train(new, target, args)
+    for arm in waiting:
+        folder = args.out / "drafters" / arm.name
+        drafter = DSparkDrafter.from_pretrained(folder, dtype=dtype).to(device).eval().bind_target(target)
+        begun = time.perf_counter()
+        results = judge(Pair(target, tokenizer, drafter), prompts, args)
+        trained = json.loads((folder / "training.json").read_text())
+        result = {**asdict(arm), **trained, "results": results, "decoding_seconds": time.perf_counter() - begun}
+        write_json(args.out / f"{arm.name}.json", result)
+        lengths = ", ".join(f"{r['accepted_length']:.3f} at T={r['temperature']:g}" for r in results)
+        print(f"{arm.name}: {lengths} ({result['decoding_seconds']:.0f} s)", flush=True)
+    report(args, device)
+    return 0
+
+
+# ---- training
+
+
+@dataclass
+class Learner:
+    """An arm's drafter and what moves it."""
+
+    arm: Arm
+    drafter: DSparkDrafter
+    objective: Objective
+    optimizer: MuonWithAdamW
+    parts: torch.Tensor  # the latest mean losses
+    positions: torch.Tensor  # learned so far
+
+    @classmethod
+    def of(cls, arm: Arm, target: PreTrainedModel, answers: Sequences, args: argparse.Namespace) -> Learner:
+        vocabulary = min(args.draft_vocab_size, target.config.get_text_config().vocab_size) or None
+        drafter = new_drafter(target, arm.shape(args.markov_rank, vocabulary), answers, args.seed).train()
+        sums = torch.compile(loss_sums, dynamic=True) if target.device.type == "cuda" else loss_sums
+        optimizer = MuonWithAdamW(drafter.named_parameters(), args.learning_rate)
+        counts = torch.zeros(len(PARTS), device=target.device), torch.zeros((), device=target.device)
+        return cls(arm, drafter, Objective(drafter, sums=sums), optimizer, *counts)
+
+    def step(self, batch: dict[str, torch.Tensor], states: Sequence[torch.Tensor], rate: float) -> None:
+        """One step on a batch with the target's taps and last hidden states."""
+        config = self.drafter.config
+        form = config.block_size, config.mask_token_id, config.first_draft_row
+        blocks = pack_blocks(batch["input_ids"], batch["loss_mask"], batch["anchors"], batch["keep"], *form)
+        cuda = states[0].device.type == "cuda"
+        with torch.autocast(states[0].device.type, torch.bfloat16, enabled=cuda):
+            loss = self.objective(*states, blocks)
+        loss.total.backward()
+        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.parts = torch.stack([getattr(loss, name) for name in PARTS])
+        self.positions += loss.positions
+
+
+def batches(sequences: Sequences, args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of a text with their anchors, without end."""
+    sampler = TokenBatches(np.array([len(ids) for ids in sequences.ids]), args.tokens_per_batch, args.seed)
+    answers, number = AnswerDataset(sequences), 0
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for group in sampler:
+            batch = collate([answers[index] for index in group])
+            generators = [np.random.default_rng((args.seed, number, index)) for index in group]
+            anchors, keep = sample_anchors(batch["loss_mask"], args.anchors, generators)
+            yield batch | {"anchors": anchors, "keep": keep}
+            number += 1
+
+
+def train(arms: Sequence[Arm], target: PreTrainedModel, args: argparse.Namespace) -> None:
+    """Trains arms side by side and saves their drafters."""
+    begun = time.perf_counter()
+    if target.device.type == "cuda":
+        torch._dynamo.config.recompile_limit = 64  # arms differ in more ways than the default allows for
+    first = load_sequences(args.answers or getattr(args, arms[0].text), args.max_length)
+    names = [text for text in TEXTS if any(arm.text == text for arm in arms)]
+    texts = {
+        name: batches(first if name == "answers" else load_sequences(getattr(args, name), args.max_length), args)
+        for name in names
+    }
+    learners = [Learner.of(arm, target, first, args) for arm in arms]
+    layers = learners[0].drafter.config.target_layer_ids
+    deadline, warm, step, tokens = begun + 60 * args.minutes, begun, 0, dict.fromkeys(names, 0)
+    print(f"{len(arms)} arms, {args.minutes:g} minutes", flush=True)
+    while True:
+        now = time.perf_counter()
+        done = max(step / args.steps, (now - warm) / max(1e-9, deadline - warm) if step > WARM else 0.0)
+        if done >= 1:
+            break
+        rate = args.learning_rate * share_of_peak(done, step, 0.04, 0.02)
+        for name, stream in texts.items():
+            batch = {key: value.to(target.device, non_blocking=True) for key, value in next(stream).items()}
+            tokens[name] += batch["input_ids"].numel()
+            with sdpa_kernel(ATTENTION):
+                with torch.no_grad():
+                    states = target_states(target, batch["input_ids"], layers)
+                for learner in learners:
+                    if learner.arm.text == name:
+                        learner.step(batch, states, rate)
+        step += 1
+        if step == WARM or step % 50 == 0:
+            losses = " ".join(f"{learner.arm.name} {float(learner.parts[1]):.3f}" for learner in learners)
+            seconds = time.perf_counter() - begun  # behind the losses, which wait for the device
+            print(f"{seconds:6.0f} s  step {step}  l1: {losses}", flush=True)
+        if step == WARM:
+            warm = time.perf_counter()
+    seconds = time.perf_counter() - warm
+    for learner in learners:
+        folder = args.out / "drafters" / learner.arm.name
+        learner.drafter.to(torch.bfloat16).save_pretrained(folder)
+        trained = {"steps": step, "tokens": tokens[learner.arm.text], "positions": int(learner.positions)}
+        trained |= {"parameters": sum(p.numel() for p in learner.drafter.parameters())}
+        trained |= dict(zip(PARTS, learner.parts.tolist(), strict=True))
+        write_json(folder / "training.json", {**trained, "seconds_per_step_of_all": seconds / max(1, step - WARM)})
+
+
+# ---- measuring
+
+
+def judge(pair: Pair, prompts: dict[str, list[str]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Decodes all prompts together, greedily and at temperature 1."""
+    texts, results = list(itertools.chain(*prompts.values())), []
+    for temperature in (0.0, 1.0):
+        calls = answer_in_batches(pair, texts, args.rows, args.max_new_tokens, temperature, args.seed)
+        stats, first, by_file = GenerationStats.merge(calls), 0, {}
+        for name, own in prompts.items():
+            rows = list(itertools.chain(*stats.accepted_lengths[first : first + len(own)]))
+            by_file[name], first = sum(rows) / max(1, len(rows)), first + len(own)
+        results.append(
+            {
+                "temperature": temperature,
+                "answers": len(texts),
+                "accepted_length": stats.mean_accepted_length,
+                "accepted_length_by_prompts": by_file,
+                "acceptance_by_position": stats.acceptance_by_position,
+            }
+        )
+    return results
+
+
+def report(args: argparse.Namespace, device: torch.device) -> None:
+    """Gathers the files of all arms, also those of other runs into the same folder, and shows them."""
+    files = {arm.name: args.out / f"{arm.name}.json" for arm in ARMS}
+    found = [json.loads(file.read_text()) for file in files.values() if file.exists()]
+    if not found:
+        return
+    sets = list(found[0]["results"][0]["accepted_length_by_prompts"])
+    table = Table("arm", "steps", *(f"{name}, T={t}" for t in (0, 1) for name in [*sets, "all"]))
+    for arm in found:
+        cells = [str(arm["steps"])]
+        for result in arm["results"]:
+            lengths = [*result["accepted_length_by_prompts"].values(), result["accepted_length"]]
+            cells += [f"{length:.3f}" for length in lengths]
+        table.add_row(arm["name"], *cells)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    lengths = {arm["name"]: np.array([r["accepted_length"] for r in arm["results"]]) for arm in found}
+    gains = {
+        gamma: (lengths[f"markov-{gamma}"] / lengths[f"dflash-{gamma}"] - 1).tolist()
+        for gamma in sorted(SIZES)
+        if {f"markov-{gamma}", f"dflash-{gamma}"} <= lengths.keys()
+    }
+    for gamma, (greedy, sampled) in gains.items():
+        print(f"Markov over DFlash at {gamma} drafted tokens: {greedy:+.1%} greedy, {sampled:+.1%} at temperature 1")
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("words", "out")}
+    settings = {k: [Path(x).name for x in v] if isinstance(v, list) else v for k, v in settings.items()}
+    result = {"environment": environment(device, args.words), "settings": settings, "gains": gains, "arms": found}
+    write_json(args.out / "study.json", result)
+    try:
+        print("\n".join(map(str, draw(result, args.out, "study"))))
+    except ImportError as error:
+        print(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
