@@ -1,0 +1,124 @@
+"""The command line of the benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers_dspark.cli import UsageError, device_of, json_file, positive_float, positive_int
+from transformers_dspark.environment import environment
+from transformers_dspark.generation_config import VERIFY_MODES
+
+from . import __doc__ as about
+from .bench import Bench, Settings
+from .parts import PARTS
+from .pictures import draw
+from .profiles import PROFILES
+from .report import Report, print_summary
+from .rounds import ENGINES
+from .shapes import SHAPES
+from .summary import summary
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if words is None else words)
+    try:
+        return _run(_parser().parse_args(words), words)
+    except (UsageError, OSError, ImportError, ValueError) as error:
+        print(f"benchmarks.gpu: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace, words: list[str]) -> int:
+    if args.plot is not None:
+        for path in draw(json.loads(args.plot.read_text(encoding="utf-8")), args.plot.parent, args.plot.stem):
+            print(path)
+        return 0
+    parts = list(PARTS) if args.parts is None else args.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise UsageError(f"--parts {args.parts}: there is no part {unknown[0]!r}; give some of {','.join(PARTS)}")
+    settings = _settings(args)
+    header = {
+        "environment": environment(settings.device, ["python", "-m", "benchmarks.gpu", *words]),
+        "settings": {name: _plain(value) for name, value in vars(settings).items()},
+    }
+    report = Report(args.json, header, args.minutes)
+    with Bench(settings) as bench:
+        header_line = {"copy_bytes_per_second": bench.bandwidth}
+        report.add("device", header_line)
+        for part in parts:
+            report.measure(part, PARTS[part][0](bench), bench.release)
+    print_summary(summary(report.result["parts"]))
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    device = device_of("cpu" if args.shape == "tiny" and args.device is None else args.device)
+    engine = args.engine or ("compiled" if device.type == "cuda" else "eager")
+    if device.type != "cuda" and engine != "eager":
+        raise UsageError(f"--engine {engine} needs CUDA, and the device is {device}: leave it out")
+    for path in (args.pair_target, args.pair_prompts):
+        if path is not None and not path.exists():
+            raise UsageError(f"{path} does not exist: give the target's folder, or a file of prompts")
+    return Settings(
+        shape=args.shape,
+        device=device,
+        rows=tuple(sorted(set(args.rows))),
+        contexts=tuple(sorted(set(args.context))),
+        profiles=tuple(args.profiles),
+        modes=tuple(args.modes),
+        peer_rows=tuple(sorted(set(args.peer_rows))),
+        rounds=args.rounds,
+        engine=engine,
+        engines=tuple(ENGINES) if device.type == "cuda" else (engine,),
+        pair_target=args.pair_target,
+        pair_drafter=args.pair_drafter,
+        pair_prompts=args.pair_prompts,
+        pair_tokens=args.pair_tokens,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    seconds = ", ".join(f"{part} {estimate}" for part, (_, estimate) in PARTS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=about,
+        epilog=f"Expected seconds on an H200 with the defaults, compilation aside: {seconds}.",
+    )
+    add = parser.add_argument
+    add("--parts", metavar="A,B", help=f"some of {','.join(PARTS)} (default: all)")
+    add("--shape", choices=SHAPES, default="8b", help="of Qwen3, with random weights (default: %(default)s)")
+    add("--rows", type=positive_int, nargs="+", default=[1, 8, 32, 64, 128, 256], metavar="N")
+    add("--context", type=positive_int, nargs="+", default=[512], metavar="N", help="(default: %(default)s)")
+    add("--profiles", choices=PROFILES, nargs="+", default=list(PROFILES), help="of acceptance (default: all)")
+    add("--modes", choices=VERIFY_MODES, nargs="+", default=list(VERIFY_MODES), help="(default: all)")
+    add("--peer-rows", type=positive_int, nargs="+", default=[1, 32], metavar="N", help="(default: %(default)s)")
+    add("--rounds", type=positive_int, default=40, metavar="N", help="counted in a call (default: %(default)s)")
+    add("--engine", choices=ENGINES, help="how the loop runs the target (default: compiled; on a CPU eager)")
+    add("--minutes", type=positive_float, default=60.0, metavar="M", help="then nothing more is measured")
+    add("--pair-target", type=Path, metavar="FOLDER", help="the real target, for the part pair")
+    add("--pair-drafter", metavar="FOLDER", help="its drafter (default: the one of the repository)")
+    add("--pair-prompts", type=Path, metavar="FILE", help='JSON lines of {"turns": ["..."]}')
+    add("--pair-tokens", type=positive_int, default=160, metavar="N", help="of an answer (default: %(default)s)")
+    add("--device", metavar="NAME", help="cuda, cpu (default: cuda if there is one)")
+    add("--json", type=json_file, metavar="FILE", help="the result, written after every line")
+    add("--plot", type=Path, metavar="FILE", help="draw the pictures of a result beside it, and measure nothing")
+    return parser
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return value.name
+    return value if isinstance(value, (int, float, str, type(None))) else _listed(value)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

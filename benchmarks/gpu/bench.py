@@ -1,0 +1,165 @@
+"""What the parts share: models, batches and measured rounds, each made once and used by all that ask for it."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformers_dspark import StepCostTable
+from transformers_dspark.step_costs import DraftCost, StepCost
+
+from .profiles import ForcedAcceptance, RoundClock
+from .rounds import Batch, Rounds, room_for
+from .shapes import LONGEST_BLOCK, Models, build, memory_bytes
+
+
+COSTED_DRAFTS = (0, 1, 3, 7)  # drafts of a row in the rounds that a table of step costs is made of
+# A table by which drafting never pays: the loop, captured or not, then runs rounds of anchors alone.
+NEVER = StepCostTable((StepCost(1, 1, 0, 1e-3), StepCost(1, 2, 0, 1e-3)), (DraftCost(1, 1e9),))
+NO_DRAFTS = {"verify_mode": "compact", "step_cost_table": NEVER}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asked for; see its help."""
+
+    shape: str
+    device: torch.device
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    profiles: tuple[str, ...]
+    modes: tuple[str, ...]
+    peer_rows: tuple[int, ...]
+    rounds: int
+    engine: str
+    engines: tuple[str, ...]
+    pair_target: Path | None
+    pair_drafter: str | None
+    pair_prompts: Path | None
+    pair_tokens: int
+
+    @property
+    def context(self) -> int:
+        """Of the parts that measure at one."""
+        return self.contexts[0]
+
+    def some_rows(self, *wanted: int) -> list[int]:
+        """Of the row counts that a part is about, those asked for; the largest one asked for if there is none."""
+        return [rows for rows in wanted if rows in self.rows] or [max(self.rows)]
+
+
+class Bench:
+    """
+    The state of one command; a context manager.
+
+    Args:
+        settings (`Settings`): Of the command.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.clock = RoundClock(settings.device)
+        self.forced = ForcedAcceptance(self.clock, max(settings.rows), LONGEST_BLOCK)
+        self._measured: dict[Any, Rounds] = {}
+
+    def __enter__(self) -> Bench:
+        self.forced.__enter__()
+        self.clock.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clock.__exit__(*error)
+        self.forced.__exit__(*error)
+
+    @cached_property
+    def models(self) -> Models:
+        device = self.settings.device
+        return build(self.settings.shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """Bytes per second, read and written, of a large copy on the device."""
+        cuda = self.settings.device.type == "cuda"
+        source = torch.empty(2**32 if cuda else 2**26, dtype=torch.uint8, device=self.settings.device)
+        copy, seconds = torch.empty_like(source), []
+        for _ in range(12):
+            self.wait()
+            began = time.perf_counter()
+            copy.copy_(source)
+            self.wait()
+            seconds.append(time.perf_counter() - began)
+        return 2 * len(source) / statistics.median(seconds[2:])
+
+    def wait(self) -> None:
+        """Until the device has done all that it was asked."""
+        if self.settings.device.type == "cuda":
+            torch.cuda.synchronize(self.settings.device)
+
+    def batch(self, rows: int, context: int, models: Models | None = None) -> Batch:
+        """Prompts for the models, by default for the pair with blocks of 7."""
+        return Batch(models or self.models, rows, context, self.settings.rounds, self.clock, self.forced)
+
+    def release(self) -> None:
+        """Gives what the batched loop keeps between calls back to the device."""
+        self.models.drafter.captured = None
+        gc.collect()
+        if self.settings.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def lacking(self, rows: int, context: int) -> str | None:
+        """Why a batch does not fit the device, if it does not."""
+        if self.settings.device.type != "cuda":
+            return None
+        block = self.models.block
+        needed = memory_bytes(self.models, rows, context + room_for(block, self.settings.rounds) + block)
+        _, total = torch.cuda.mem_get_info(self.settings.device)
+        room = total - sum(t.numel() * t.dtype.itemsize for t in self._weights()) - 6 * 2**30
+        if needed <= room:
+            return None
+        return f"needs about {needed / 2**30:.0f} GiB beside the weights, {room / 2**30:.0f} are there"
+
+    def rounds(self, rows: int, context: int, profile: str, engine: str, name: str, **options: Any) -> Rounds:
+        """Rounds of the loop at the wanted acceptance; measured once under a name."""
+        key = rows, context, profile, engine, name
+        if key not in self._measured:
+            self._measured[key] = self.batch(rows, context).run(profile, engine, **options)
+        return self._measured[key]
+
+    def drafting(self, rows: int, context: int, drafts: int, engine: str | None = None) -> Rounds:
+        """Rounds in which every row sends this many drafts. Their time does not depend on acceptance."""
+        options: dict[str, Any] = {"max_verify_tokens": drafts} if drafts else NO_DRAFTS
+        return self.rounds(rows, context, "math", engine or self.settings.engine, f"{drafts} drafts", **options)
+
+    def scheduled(self, rows: int, context: int, profile: str, mode: str) -> Rounds:
+        """Rounds whose windows follow a table of step costs, once the graphs that it asks for are there."""
+        table = self.costs([rows], [context])
+        engine = "eager" if mode == "cap-accept" else self.settings.engine  # which is never captured
+        options = {"verify_mode": mode, "step_cost_table": table, "first": self.settings.rounds}
+        return self.rounds(rows, context, profile, engine, mode, **options)
+
+    def costs(self, rows: Iterable[int], contexts: Iterable[int]) -> StepCostTable:
+        """
+        A table of step costs from whole rounds of the loop: what is not drafting counts as the target's step, so that
+        draft and step together are the round.
+        """
+        steps, drafts = [], {}
+        for context in contexts:
+            for count in rows:
+                for sent in (n for n in COSTED_DRAFTS if n <= self.models.block):
+                    found = self.drafting(count, context, sent)
+                    drafting = found.draft_seconds or 0.0
+                    where = count, count * (1 + sent), round(found.mean_context)
+                    steps.append(StepCost(*where, found.seconds - drafting))
+                    drafts[count] = DraftCost(count, drafting)  # in the end, that of whole blocks
+        return StepCostTable(tuple(steps), tuple(drafts.values()))
+
+    def _weights(self) -> Iterable[torch.Tensor]:
+        return (*self.models.target.parameters(), *self.models.drafter.parameters())

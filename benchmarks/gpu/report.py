@@ -1,0 +1,81 @@
+"""The result file, written after every line, and what is printed."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from transformers_dspark.cli import write_json
+
+
+Line = dict[str, Any]
+# What a part yields: what the line is about, and how it is measured. One measurement can give several lines.
+Task = tuple[Line, Callable[[], Line | list[Line]]]
+UNSAID = {"rounds", "simulated_acceptance", "from_one_run", "mean_context"}
+
+
+class Report:
+    """
+    Lines of figures by part.
+
+    Args:
+        path (`Path`, *optional*): Where they are written, after every line.
+        header (`Mapping`): What stands before them.
+        minutes (`float`): After them nothing more is measured.
+    """
+
+    def __init__(self, path: Path | None, header: Mapping[str, Any], minutes: float) -> None:
+        self.result: dict[str, Any] = {**header, "seconds": {}, "parts": {}}
+        self._path, self._deadline = path, time.monotonic() + 60 * minutes
+
+    def measure(self, part: str, tasks: Iterable[Task], recover: Callable[[], None]) -> None:
+        """Runs a part's tasks. One that fails leaves a line that says why, and the others their turn."""
+        began = time.monotonic()
+        for about, task in self._surviving(part, tasks):
+            if time.monotonic() > self._deadline:
+                self.add(part, {**about, "skipped": "the time was up"})
+                continue
+            try:
+                found = task()
+            except Exception as error:  # whatever it is, the rest is worth having
+                traceback.print_exc()
+                recover()
+                found = {"failed": f"{type(error).__name__}: {error}"[:500]}
+            for line in found if isinstance(found, list) else [found]:
+                self.add(part, {**about, **line})
+        self.result["seconds"][part] = time.monotonic() - began
+        write_json(self._path, self.result)
+
+    def add(self, part: str, line: Line) -> None:
+        """Keeps a line, writes the file and says it."""
+        self.result["parts"].setdefault(part, []).append(line)
+        write_json(self._path, self.result)
+        shown = {name: value for name, value in line.items() if name not in UNSAID and not isinstance(value, list)}
+        words = " ".join(f"{name}={_short(value)}" for name, value in shown.items())
+        print(f"{part}: {words}", flush=True)
+
+    def _surviving(self, part: str, tasks: Iterable[Task]) -> Iterator[Task]:
+        """The tasks, up to a failure of the part itself."""
+        try:
+            yield from tasks
+        except Exception as error:
+            traceback.print_exc()
+            self.add(part, {"failed": f"{type(error).__name__}: {error}"[:500]})
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def print_summary(rows: Sequence[tuple[str, str, str]]) -> None:
+    """The table at the end: what, measured, and beside what."""
+    table = Table("what", "measured", "beside")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=118).print(table)

@@ -1,0 +1,187 @@
+"""Runs of the batched loop at a forced acceptance, read off the clock of the device."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import CompileConfig, MaxTimeCriteria, StoppingCriteriaList
+
+from transformers_dspark import DSparkGenerationConfig
+
+from .profiles import (
+    ACCEPTED_LENGTH,
+    DRAFT,
+    DRAFTED,
+    JUDGED,
+    STEP,
+    STEPPED,
+    ForcedAcceptance,
+    RoundClock,
+    mean_length,
+)
+from .shapes import Models
+
+
+# How the target's forward is run, in the words of `DSparkGenerationConfig`.
+ENGINES: dict[str, dict[str, Any]] = {
+    "eager": {"use_cuda_graphs": False},
+    "graph": {"use_cuda_graphs": True},
+    "compiled": {"use_cuda_graphs": True, "compile_config": CompileConfig()},
+}
+OUTLIER = 5.0  # times the median: a graph was captured in between, which is no round
+FIRST_ROUNDS = 4  # of a call, which are not counted: graphs are captured, queues fill
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """
+    Rounds of one call in which all rows took part: means over them.
+
+    Args:
+        rounds (`int`): That are counted.
+        dropped (`int`): That took more than `OUTLIER` times the median and are not.
+        seconds (`float`): Of a round, from one verdict to the next.
+        draft_seconds, step_seconds (`float`, *optional*): Of these, for drafting and for the target's forward.
+        observed_length (`float`): Tokens that a row committed, bonus included.
+        accepted_length (`float`): The same on average over luck, see [`~ForcedAcceptance.expected_length`].
+        sent (`float`): Drafts of a row that the target checked.
+        tokens_per_second (`float`): Over all rows, at `accepted_length`.
+        call_seconds (`float`): Of the whole call, with all that came before its first round.
+        mean_context (`float`): Tokens before a round, on average.
+    """
+
+    rounds: int
+    dropped: int
+    seconds: float
+    draft_seconds: float | None
+    step_seconds: float | None
+    observed_length: float
+    accepted_length: float
+    sent: float
+    tokens_per_second: float
+    call_seconds: float
+    mean_context: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class EnoughRounds(MaxTimeCriteria):
+    """Ends all rows of a call in the same round, so that none is timed over fewer rows. Time in rounds, as it were."""
+
+    def __init__(self, clock: RoundClock, rounds: int) -> None:
+        super().__init__(math.inf)
+        self._clock, self._rounds = clock, rounds
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        over = self._clock.stats.rounds + 1 >= self._rounds  # the round in question is counted behind this
+        return torch.full((len(input_ids),), over)
+
+
+class Batch:
+    """
+    Prompts of equal length, over and over.
+
+    Args:
+        models (`Models`): Target and drafter.
+        rows, context (`int`): Number and length of the prompts.
+        rounds (`int`): To be counted in a call.
+        clock (`RoundClock`), forced (`ForcedAcceptance`): Both entered.
+    """
+
+    def __init__(
+        self, models: Models, rows: int, context: int, rounds: int, clock: RoundClock, forced: ForcedAcceptance
+    ) -> None:
+        self.models, self.rows, self.context, self.rounds = models, rows, context, rounds
+        self._clock, self._forced = clock, forced
+        self.ids = prompts(models, rows, context)
+        # the same room in all calls, so that they share their graphs
+        self._room = room_for(models.block, rounds)
+
+    def run(self, profile: str, engine: str, first: int = FIRST_ROUNDS, **options: Any) -> Rounds:
+        """
+        Generates greedily and reads the clock.
+
+        Args:
+            profile (`str`): Of acceptance.
+            engine (`str`): One of `ENGINES`.
+            first (`int`): Rounds that are not counted.
+            options: Of [`DSparkGenerationConfig`].
+        """
+        config = DSparkGenerationConfig(
+            dspark_loop="batched",
+            do_sample=False,
+            max_new_tokens=self._room,
+            eos_token_id=None,
+            pad_token_id=0,
+            **ENGINES[engine],
+            **{"step_cost_table": False, **options},
+        )
+        self._forced.use(profile, self.rows, self.models.block)
+        self._clock.restart()
+        began = time.perf_counter()
+        self.models.target.generate(
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            assistant_model=self.models.drafter,
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([EnoughRounds(self._clock, first + self.rounds)]),
+        )
+        stamps = self._clock.seconds()
+        seconds = time.perf_counter() - began
+        return self._read(stamps, first, seconds)
+
+    def _read(self, stamps: np.ndarray, first: int, seconds: float) -> Rounds:
+        """
+        The stamps of the last rounds of a call are those of the loop; before them may be some of warming up. A round
+        that the loop began and did not need stands behind them, which moves what is read by one round.
+        """
+        stats = self._clock.stats
+        together = min(map(len, stats.accepted_lengths), default=0)
+        begin = max(1, len(stamps) - stats.rounds) + first
+        counted = slice(begin, min(len(stamps), begin + together - first))
+        took = np.diff(stamps[counted.start - 1 : counted.stop, JUDGED])
+        if len(took) < 1:
+            raise RuntimeError(f"Only {together} rounds had all rows in them, of which {first} do not count.")
+        kept = took <= OUTLIER * np.median(took)
+        accepted, sent = (
+            np.array([row[first:together] for row in lists])
+            for lists in (stats.accepted_lengths, stats.verify_lengths)
+        )
+        before = np.mean([sum(row[:first]) + sum(row[:together]) for row in stats.accepted_lengths]) / 2
+
+        def part(begin: int, end: int) -> float | None:
+            lasted = (stamps[counted, end] - stamps[counted, begin])[kept]
+            return float(lasted.mean()) if np.isfinite(lasted).all() else None
+
+        mean, length = float(took[kept].mean()), self._forced.expected_length(counted)
+        return Rounds(
+            rounds=int(kept.sum()),
+            dropped=int((~kept).sum()),
+            seconds=mean,
+            draft_seconds=part(DRAFT, DRAFTED),
+            step_seconds=part(STEP, STEPPED),
+            observed_length=float(accepted.mean()),
+            accepted_length=length,
+            sent=float(sent.mean()),
+            tokens_per_second=self.rows * length / mean,
+            call_seconds=seconds,
+            mean_context=self.context + float(before),
+        )
+
+
+def prompts(models: Models, rows: int, context: int) -> torch.Tensor:
+    """`(rows, context)` random ids on the device."""
+    noise = torch.Generator().manual_seed(rows)
+    return torch.randint(1, models.target.config.vocab_size, (rows, context), generator=noise).to(models.device)
+
+
+def room_for(block: int, rounds: int) -> int:
+    """New tokens of a row over the longest call, in maths, with some to spare."""
+    quickest = max(mean_length(profile, 1, block) for profile in ACCEPTED_LENGTH)
+    return math.ceil(1.15 * 2 * rounds * quickest) + 2 * (block + 1)

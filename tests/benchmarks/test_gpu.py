@@ -1,0 +1,173 @@
+"""The benchmark of the GPU, on the CPU: forced acceptance is what it says, and no part fails for a slip."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks.gpu import idle, profiles, report, rounds, shapes
+from benchmarks.gpu.__main__ import main
+from tests.cli.conftest import pair  # noqa: F401  (a fixture)
+from transformers_dspark import decoding, sampling
+from transformers_dspark.modeling_dspark import DSparkDrafter
+
+
+@pytest.fixture(scope="module")
+def models():
+    return shapes.build("tiny", torch.device("cpu"), torch.float32)
+
+
+def test_profiles_have_the_published_lengths():
+    for name, length in profiles.ACCEPTED_LENGTH.items():
+        acceptance = profiles.conditional_acceptance(length)
+        assert profiles.expected_length(acceptance, 7) == pytest.approx(length)
+        assert profiles.mean_length(name, 5, 7) == pytest.approx(length)
+    assert 0.91 < profiles.conditional_acceptance(6.17) < 0.94  # of the first draft, 0.93 is published
+
+
+@pytest.mark.parametrize("profile", ["math", "chat", "mixed"])
+def test_forced_confidences_are_calibrated_and_rank(profile):
+    rows, block = 30, 7
+    confidence, passed = profiles.forced_tables(profile, rows, block, seed=3)
+    survived = passed[..., None] > np.arange(block)
+    tested = passed[..., None] >= np.arange(block)
+    for low in (0.0, 0.5, 0.8, 0.95):
+        some = tested & (confidence >= low) & (confidence < low + 0.3)
+        error = 5 * 0.5 / np.sqrt(some.sum())
+        assert survived[some].mean() == pytest.approx(confidence[some].mean(), abs=error)
+    length = 1 + passed.mean()
+    assert length == pytest.approx(profiles.mean_length(profile, rows, block), abs=5 * 2.6 / np.sqrt(passed.size))
+    good, bad = confidence[tested & survived], confidence[tested & ~survived]
+    auc = np.searchsorted(np.sort(bad), good).mean() / len(bad)
+    assert 0.79 < auc < 0.92
+
+
+@pytest.mark.parametrize(("profile", "options"), [("math", {}), ("mixed", {}), ("math", {"max_verify_tokens": 2})])
+def test_the_loop_accepts_as_a_profile_says(models, profile, options):
+    rows, clock = 12, profiles.RoundClock(torch.device("cpu"))
+    with profiles.ForcedAcceptance(clock, 16, 16) as forced, clock:
+        batch = rounds.Batch(models, rows, 8, 24, clock, forced)
+        found = batch.run(profile, "eager", **options)
+    width = options.get("max_verify_tokens", 7)
+    expected = profiles.mean_length(profile, rows, width)
+    assert found.rounds + found.dropped == 24
+    assert found.sent == width
+    assert found.observed_length == pytest.approx(expected, abs=5 * 2.6 / np.sqrt(rows * found.rounds))
+    assert found.accepted_length == pytest.approx(expected, rel=0.03)
+    assert found.tokens_per_second == pytest.approx(rows * found.accepted_length / found.seconds)
+    assert 0 < found.draft_seconds < found.seconds
+    assert 0 < found.step_seconds < found.seconds
+
+
+def test_nothing_is_left_behind():
+    before = decoding.accept_greedy, DSparkDrafter._confidence_at, DSparkDrafter.propose
+    clock = profiles.RoundClock(torch.device("cpu"))
+    with profiles.ForcedAcceptance(clock, 2, 7) as forced, clock:
+        assert decoding.accept_greedy is not sampling.accept_greedy
+        target_ids = torch.tensor([[5, 6, 7], [1, 2, 3]])
+        drafts, lengths = torch.tensor([[5, 6], [1, 9]]), torch.tensor([2, 2])
+        with forced.paused():
+            verdict = decoding.accept_greedy(target_ids, drafts, lengths)
+        assert [part.tolist() for part in verdict] == [[2, 1], [7, 2]]
+        verdict = decoding.accept_greedy(target_ids, drafts, lengths)  # the tables are zeros as yet
+        assert [part.tolist() for part in verdict] == [[0, 0], [5, 1]]
+        assert int(clock.round) == 2
+    assert (decoding.accept_greedy, DSparkDrafter._confidence_at, DSparkDrafter.propose) == before
+
+
+def test_bytes_of_published_shapes():
+    with torch.device("meta"):
+        config = Qwen3Config(**shapes.SHAPES["8b"])
+        target = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        drafter = shapes.build_drafter("8b", target, 7)
+    models = shapes.Models("8b", target, drafter)
+    assert shapes.step_bytes(models, 1, 0) == pytest.approx(15.14e9, rel=1e-3)
+    assert shapes.step_bytes(models, 2, 100) - shapes.step_bytes(models, 1, 100) == 100 * 147456
+
+
+def test_idle_shares():
+    spans = [(0.0, 1.0), (0.5, 2.0), (2.000005, 3.0), (3.5, 4.0)]  # overlap; a short gap; a long one
+    share, long = idle.idle_shares(spans, 0.0, 4.0)
+    assert share == pytest.approx((0.5 + 5e-6) / 4)
+    assert long == pytest.approx(0.5 / 4)
+    assert idle.idle_shares(spans, 3.2, 6.0)[0] == pytest.approx((0.3 + 2.0) / 2.8)
+    assert idle.idle_shares([], 0.0, 1.0) == (1.0, 1.0)
+
+
+def test_a_failure_leaves_the_others_their_turn(tmp_path, capsys):
+    path, recovered = tmp_path / "result.json", []
+
+    def broken():
+        raise RuntimeError("no memory")
+
+    tasks = [({"rows": 1}, broken), ({"rows": 2}, lambda: [{"seconds": 1.0}, {"seconds": 2.0}])]
+    report.Report(path, {}, minutes=1).measure("part", tasks, lambda: recovered.append(1))
+    lines = json.loads(path.read_text())["parts"]["part"]
+    assert lines == [
+        {"rows": 1, "failed": "RuntimeError: no memory"},
+        {"rows": 2, "seconds": 1.0},
+        {"rows": 2, "seconds": 2.0},
+    ]
+    assert recovered == [1]
+    report.Report(path, {}, minutes=1e-9).measure("part", tasks, broken)
+    assert all("time" in line["skipped"] for line in json.loads(path.read_text())["parts"]["part"])
+    capsys.readouterr()
+
+
+def test_every_part_on_the_cpu(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    sizes = {"--rows": "2", "--context": "8", "--peer-rows": "2", "--rounds": "2", "--profiles": "chat"}
+    words = ["--shape", "tiny", *(word for option in sizes.items() for word in option)]
+    parts = "verify,round,throughput,peers,host-gap,draft-length,costs,pair"
+    assert main([*words, "--parts", parts, "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["environment"]["device"]
+    assert not [line for lines in result["parts"].values() for line in lines if "failed" in line]
+    assert list(result["parts"]) == ["device", *parts.split(",")]
+    speeds = {line["mode"]: line["tokens_per_second"] for line in result["parts"]["throughput"]}
+    assert set(speeds) == {"no drafter", "static", "compact", "cap-accept"}
+    assert all(line["simulated_acceptance"] for line in result["parts"]["throughput"])
+    said = capsys.readouterr().out
+    assert "verify step" in said
+    assert "native DFlash" in said
+    assert main(["--plot", str(path)]) == 0
+    assert len(list(tmp_path.glob("result-*.svg"))) == 2
+
+
+def test_the_pair(pair, capsys):  # noqa: F811
+    words = [
+        "--pair-target",
+        pair / "target",
+        "--pair-drafter",
+        pair / "drafter",
+        "--pair-prompts",
+        pair / "prompts.jsonl",
+    ]
+    settings = ["--shape", "tiny", "--rows", "1", "--parts", "pair", "--pair-tokens", "6"]
+    assert main([*settings, *map(str, words), "--json", str(pair / "result.json")]) == 0
+    (line,) = json.loads((pair / "result.json").read_text())["parts"]["pair"]
+    assert line["same_texts"] == 1.0  # float32, and the acceptance is its own
+    assert line["tokens_per_second"] > 0
+    assert not line["simulated_acceptance"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--parts speed",
+        "--rows 0",
+        "--shape 70b",
+        "--engine graph --device cpu",
+        "--pair-target nowhere",
+        "--plot no.json",
+    ],
+)
+def test_bad_input(words, capsys):
+    try:
+        code = main(words.split())
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert "Traceback" not in capsys.readouterr().err
