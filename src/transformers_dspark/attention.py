@@ -78,6 +78,8 @@ def ragged_attention(
 
     if isinstance(window, VerifyWindow):
         window = window.to(query.device)
+        if window.alone:
+            return lone_attention(query, key, value, window, scaling, **options), None
         if not ragged_ops.served(query):
             return packed_attention(query, key, value, window, scaling, **options), None
         mixed = ragged_ops.attend(
@@ -159,6 +161,28 @@ def packed_attention(
         mixed = weights.to(value.dtype) @ value
     mixed = mixed.reshape(rows, heads, width, value.shape[-1])
     return window.packed(mixed.transpose(1, 2))[None]
+
+
+def lone_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: VerifyWindow,
+    scaling: float | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """
+    [`packed_attention`] of one token after another, over as many entries as it sees: the shapes, and so the order of
+    the sums, are the same whatever else is in the step. A token that is there twice is computed once.
+    """
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    for k, (row, column, alone) in enumerate(window.single):
+        if (row, column) not in found:
+            seen = slice(row, row + 1), slice(None), slice(column + 1)
+            found[row, column] = packed_attention(
+                query[:, :, k : k + 1], key[seen], value[seen], alone, scaling, **options
+            )
+    return torch.cat([found[row, column] for row, column, _ in window.single], dim=1)
 
 
 def ragged_mask(

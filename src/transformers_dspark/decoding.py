@@ -30,6 +30,7 @@ from .cache import RaggedCache
 from .generation_config import DraftingOptions, eos_ids
 from .modeling_dspark import DSparkDrafter
 from .sampling import RowNoise, Verdict, accept, accept_greedy
+from .strict import check_repeats, filled
 from .target import TargetTaps, few_rows_linears, learned_positions
 from .telemetry import DSparkGenerateOutput, GenerationStats
 from .windows import WINDOW_KEYWORD, VerifyWindow
@@ -278,6 +279,10 @@ class _Batch:
         The target's outputs over packed tokens, and float32 logits `(total, vocab)` of all of them, or of those that
         `keep` names.
         """
+        total = len(ids)
+        if strict := self.options.strict_greedy and not window.certain:
+            full = len(self.ends) * (1 + self._gamma)
+            ids, positions, window = filled(ids, full), filled(positions, full), window.filled(full)
         chosen = {} if keep is None or not self._keeps_logits else {"logits_to_keep": keep.to(self.device)}
         with use_ragged_attention(self.target), self.cache.reading(window):
             outputs = self.taps.run(
@@ -291,6 +296,9 @@ class _Batch:
             )
         logits = outputs.logits[0].to(self.device, torch.float32)
         self._vocabulary = logits.shape[-1]
+        if strict:
+            check_repeats(logits[total - 1 :])
+            logits = logits[:total]
         return outputs, logits if keep is None or chosen else logits[keep]
 
     def _extend(
@@ -302,7 +310,7 @@ class _Batch:
             limits = torch.tensor(counts, device=self.device)
             keep = window.offsets < limits[window.rows]
             window = window.only(keep)
-            taps, positions = taps[:, keep.to(taps.device)], positions[keep]
+            taps, positions = taps[:, : len(keep)][:, keep.to(taps.device)], positions[keep]
         self.cache.context.extend(self.drafter, taps, positions[None], window)
         for place, count in enumerate(counts or window.counts()):
             self.cache.lengths[place] += count

@@ -52,6 +52,9 @@ class DSparkGenerationConfig(GenerationConfig):
             [`RoundStatistics`] does; a path gets them as lines of JSON. It is not saved with the other options.
         report_divergence (`bool`): Holds every token of a greedy call against plain decoding, one token at a time,
             which costs more than plain decoding alone; the output's `divergence` is the [`DivergenceReport`].
+        strict_greedy (`bool`): Gives every step of the target the same shape, so that greedy tokens are bit by bit
+            those of the same call without drafts (`max_verify_tokens=0`), in bfloat16 and float16 as well. Only the
+            batched loop can; steps for few tokens cost as much as those for whole blocks of all rows.
 
     Raises:
         ValueError: an option out of range.
@@ -66,6 +69,7 @@ class DSparkGenerationConfig(GenerationConfig):
         self.seed = kwargs.pop("seed", None)
         self.round_callback = kwargs.pop("round_callback", None)
         self.report_divergence = kwargs.pop("report_divergence", False)
+        self.strict_greedy = kwargs.pop("strict_greedy", False)
         if kwargs.get("assistant_confidence_threshold") is None:
             kwargs["assistant_confidence_threshold"] = 0.0
         super().__init__(**kwargs)
@@ -95,6 +99,7 @@ class DSparkGenerationConfig(GenerationConfig):
             ("verify_mode", (None, *VERIFY_MODES)),
             ("scheduler", SCHEDULERS),
             ("report_divergence", (False, True)),
+            ("strict_greedy", (False, True)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")
@@ -120,6 +125,7 @@ class DraftingOptions:
         step_cost_table (`str`, `os.PathLike` or `StepCostTable`, *optional*): As it was given.
         round_callback (`Callable`, `str` or `os.PathLike`, *optional*): As it was given.
         report_divergence (`bool`): Whether a greedy call is held against plain decoding.
+        strict_greedy (`bool`): Whether every step has the same shape.
     """
 
     width: int
@@ -131,6 +137,7 @@ class DraftingOptions:
     step_cost_table: Any = None
     round_callback: Any = None
     report_divergence: bool = False
+    strict_greedy: bool = False
 
     def seed_of(self, row: int) -> int | None:
         """Seed of a row; `None` leaves it to PyTorch's global generator."""
@@ -189,6 +196,7 @@ class DraftingOptions:
             step_cost_table=table,
             round_callback=_given("round_callback", generation_config),
             report_divergence=bool(_given("report_divergence", generation_config)),
+            strict_greedy=bool(_given("strict_greedy", generation_config, beside)),
         )
 
 

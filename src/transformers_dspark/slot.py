@@ -17,6 +17,7 @@ from .decoding import batched_decoding
 from .divergence import check_greedy
 from .generation_config import DraftingOptions
 from .modeling_dspark import DSparkDrafter
+from .strict import check_strict
 
 
 def decoding(
@@ -53,6 +54,7 @@ def decoding(
         len(input_ids) != 1
         or options.step_cost_table is not None
         or options.round_callback is not None
+        or options.strict_greedy
         or isinstance(cache, RaggedCache)
         or keeps_recurrent_state(target)
     )
@@ -67,6 +69,8 @@ def decoding(
             "round_callback is called by the batched loop alone, and dspark_loop='transformers' was asked for: use "
             "'auto' or 'batched'."
         )
+    if options.strict_greedy:
+        check_strict(target, generation_config, batched)
     loop = batched_decoding if batched else assisted_decoding
     fresh = copy.deepcopy(logits_processor) if options.report_divergence else None  # before the loop moves their state
     output: Any = loop(

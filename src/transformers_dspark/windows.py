@@ -68,6 +68,7 @@ class VerifyWindow:
         width (`int`): Tokens of the longest window.
         length (`int`): Entries that attention reads of each row: the largest column plus 1.
         certain (`bool`): All tokens stay, as those of a prompt do.
+        alone (`bool`): Attention is computed for one token at a time, so that its bits depend on no other.
     """
 
     places: torch.Tensor
@@ -76,6 +77,7 @@ class VerifyWindow:
     width: int
     length: int
     certain: bool = False
+    alone: bool = False
     _elsewhere: dict[torch.device, VerifyWindow] = field(default_factory=dict, repr=False, compare=False)
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
@@ -122,6 +124,18 @@ class VerifyWindow:
     def only(self, keep: torch.Tensor) -> VerifyWindow:
         """Without the tokens `(total,)` that are not kept; good for writing, not for attention."""
         return replace(self, places=self.places[:, keep], _elsewhere={}, _masks={})
+
+    def filled(self, total: int) -> VerifyWindow:
+        """As a step of `total` tokens, the last one repeated, each of which attends alone."""
+        index = torch.arange(total, device=self.places.device).clamp(max=self.places.shape[1] - 1)
+        return replace(self, places=self.places[:, index], alone=True, _elsewhere={}, _masks={})
+
+    @cached_property
+    def single(self) -> list[tuple[int, int, VerifyWindow]]:
+        """For each token its row, its entry there, and a window of one row that holds it alone."""
+        places = self.places[:2].T.tolist()
+        windows = {column: VerifyWindow.pack([column], [1], self.places.device) for _, column in places}
+        return [(row, column, windows[column]) for row, column in places]
 
     def counts(self) -> list[int]:
         """Tokens of each row."""
