@@ -193,15 +193,15 @@ class ForcedAcceptance:
         """
         Accepted length of these rounds of a call, as it is on average for what was sent, over the tables' luck.
 
-        Chance decides little here: what passed is replaced by the survivals of what was admitted, and their sum is
-        held against that of whole blocks in the same rounds, whose mean is known.
+        Chance decides little here: drafts that passed are replaced by the survivals of those admitted, and these are
+        held against the survivals of whole blocks in the same rounds, whose mean is known.
         """
         numbers = np.arange(rounds.start, rounds.stop)
         survival = self._survival[numbers % ROUNDS]  # [rounds, rows, block]
         admitted = self._admitted[numbers % STAMPS, : survival.shape[1]].cpu().numpy()
         within = np.arange(survival.shape[2]) < admitted[..., None]
-        found, whole = (1 + (survival * part).sum(axis=2).mean() for part in (within, 1))
-        return float(found * self._target_length / whole)
+        found, whole = ((survival * part).sum(axis=2).mean() for part in (within, 1))
+        return float(1 + found * (self._target_length - 1) / whole)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

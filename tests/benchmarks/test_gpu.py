@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.gpu import idle, profiles, report, rounds, shapes
 from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.bench import NO_DRAFTS
 from tests.cli.conftest import pair  # noqa: F401  (a fixture)
 from transformers_dspark import decoding, sampling
 from transformers_dspark.modeling_dspark import DSparkDrafter
@@ -59,6 +60,13 @@ def test_the_loop_accepts_as_a_profile_says(models, profile, options):
     assert found.tokens_per_second == pytest.approx(rows * found.accepted_length / found.seconds)
     assert 0 < found.draft_seconds < found.seconds
     assert 0 < found.step_seconds < found.seconds
+
+
+def test_without_drafts_a_row_gets_one_token_a_round(models):
+    clock = profiles.RoundClock(torch.device("cpu"))
+    with profiles.ForcedAcceptance(clock, 4, 16) as forced, clock:
+        found = rounds.Batch(models, 4, 8, 6, clock, forced).run("mixed", "eager", **NO_DRAFTS)
+    assert (found.observed_length, found.accepted_length, found.sent, found.draft_seconds) == (1.0, 1.0, 0.0, None)
 
 
 def test_nothing_is_left_behind():
