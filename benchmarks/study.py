@@ -35,10 +35,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers_dspark import DSparkDrafter
 from transformers_dspark.cli import device_of, positive_float, positive_int, seed, target_place, write_json
 from transformers_dspark.environment import environment
-from transformers_dspark.evaluation.confidences import answer_in_batches
 from transformers_dspark.evaluation.plots import draw
 from transformers_dspark.evaluation.prompts import read_conversations
-from transformers_dspark.evaluation.runs import Pair
+from transformers_dspark.evaluation.runs import Pair, converse
 from transformers_dspark.telemetry import GenerationStats
 from transformers_dspark.training import AnswerDataset, DrafterShape, load_sequences, new_drafter
 from transformers_dspark.training.anchors import pack_blocks, sample_anchors
@@ -118,7 +117,7 @@ def study(args: argparse.Namespace) -> int:
         print(f"without their texts: {', '.join(left_out)}")
     args.out.mkdir(parents=True, exist_ok=True)
     device = device_of(args.device)
-    prompts = {path.stem: [turns[0] for turns in read_conversations(path, args.limit)] for path in args.prompts}
+    prompts = {path.stem: [turns[:1] for turns in read_conversations(path, args.limit)] for path in args.prompts}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval().requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
@@ -245,12 +244,12 @@ def train(arms: Sequence[Arm], target: PreTrainedModel, args: argparse.Namespace
 # ---- measuring
 
 
-def judge(pair: Pair, prompts: dict[str, list[str]], args: argparse.Namespace) -> list[dict[str, Any]]:
+def judge(pair: Pair, prompts: dict[str, list[list[str]]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Decodes all prompts together, greedily and at temperature 1."""
     texts, results = list(itertools.chain(*prompts.values())), []
     for temperature in (0.0, 1.0):
-        calls = answer_in_batches(pair, texts, args.rows, args.max_new_tokens, temperature, args.seed)
-        stats, first, by_file = GenerationStats.merge(calls), 0, {}
+        calls = converse(pair, texts, args.rows, args.max_new_tokens, temperature, args.seed)
+        stats, first, by_file = GenerationStats.merge(call.stats for call in calls), 0, {}
         for name, own in prompts.items():
             rows = list(itertools.chain(*stats.accepted_lengths[first : first + len(own)]))
             by_file[name], first = sum(rows) / max(1, len(rows)), first + len(own)

@@ -24,7 +24,7 @@ def trace() -> list[dict]:
 @pytest.mark.parametrize(
     ("file", "names"),
     [
-        ("accepted_length.json", {"acceptance"}),
+        ("accepted_length.json", {"acceptance", "accepted_length"}),
         ("batched.json", {"throughput", "step_costs"}),
         ("training_log.jsonl", {"loss"}),
     ],

@@ -30,13 +30,14 @@ def run(args: argparse.Namespace) -> int:
     from ..checkpoints import read_config
     from ..configuration_dspark import DSparkConfig
     from ..environment import environment
-    from ..evaluation.confidences import answer_in_batches, calibration_figures, labelled_confidences, reliability
+    from ..evaluation.confidences import calibration_figures, labelled_confidences, reliability
     from ..evaluation.prompts import read_conversations
     from ..evaluation.real_pair import find_drafter
+    from ..evaluation.runs import converse
     from ..evaluation.tables import calibration_table
     from ..telemetry import GenerationStats
 
-    prompts = [turns[0] for turns in read_conversations(args.prompts, args.limit)]
+    prompts = [turns[:1] for turns in read_conversations(args.prompts, args.limit)]
     if len(prompts) < 2:
         raise UsageError(f"{args.prompts} gives one prompt: give two or more, half to fit and half to judge.")
     drafter = find_drafter(args.drafter)
@@ -56,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
             task = progress.add_task("answering", total=len(prompts) * len(args.temperature))
             for temperature in args.temperature:
                 for name, share in (("fit", prompts[::2]), ("judge", prompts[1::2])):
-                    answers = answer_in_batches(pair, share, args.rows, args.max_new_tokens, temperature, args.seed)
-                    for stats in answers:
-                        halves[name].append(stats)
-                        progress.advance(task, len(stats.accepted_lengths))
+                    options = args.rows, args.max_new_tokens, temperature, args.seed
+                    for answers in converse(pair, share, *options):
+                        halves[name].append(answers.stats)
+                        progress.advance(task, len(answers.ids))
     except KeyboardInterrupt:
         answered = sum(len(stats.accepted_lengths) for half in halves.values() for stats in half)
         raise Interrupted(

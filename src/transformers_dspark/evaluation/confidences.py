@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..calibration import ConfidenceCalibration, brier, expected_calibration_error, roc_auc
 from ..telemetry import GenerationStats
-from .runs import Pair
-
-
-def answer_in_batches(
-    pair: Pair, prompts: Sequence[str], rows: int, max_new_tokens: int, temperature: float, seed: int
-) -> Iterator[GenerationStats]:
-    """
-    Answers prompts a batch at a time, verifying every drafted token, and yields the figures of each batch.
-
-    Args:
-        pair (`Pair`): Target and drafter.
-        prompts (`Sequence[str]`): First user turns.
-        rows (`int`): Prompts of a batch.
-        max_new_tokens (`int`): Of each answer.
-        temperature (`float`): 0 is greedy; otherwise the bare distribution at that temperature.
-        seed (`int`): The n-th prompt draws with seed + n.
-    """
-    for start in range(0, len(prompts), rows):
-        config = pair.config(
-            max_new_tokens,
-            temperature,
-            dspark_loop="batched",
-            verify_mode="static",
-            max_verify_tokens=pair.drafter.config.num_draft_tokens,
-            seed=seed + start,
-        )
-        inputs = pair.batch(prompts[start : start + rows])
-        output = pair.target.generate(**inputs, generation_config=config, assistant_model=pair.drafter)
-        yield output.dspark
 
 
 def labelled_confidences(stats: GenerationStats, temperatures: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,4 +90,4 @@ def reliability(
     return found
 
 
-__all__ = ["answer_in_batches", "calibration_figures", "labelled_confidences", "reliability"]
+__all__ = ["calibration_figures", "labelled_confidences", "reliability"]

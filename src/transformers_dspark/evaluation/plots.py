@@ -76,8 +76,8 @@ def pictures_of(result: Any) -> dict[str, Draw]:
     if any("reliability_after" in line for line in result.get("positions", [])):
         found["reliability"] = lambda axes: _reliability(axes, result["positions"])
     if any("acceptance_by_position" in line for line in result.get("results", [])):
-        shares = {f"{r['prompts']}, T={r['temperature']:g}": r["acceptance_by_position"] for r in result["results"]}
-        found["acceptance"] = lambda axes: _acceptance(axes, shares)
+        records = {f"{name_of(r)}, T={r['temperature']:g}": r for r in result["results"]}
+        found |= _of_lengths(records)
     if result.get("arms"):
         found["block_sizes"] = lambda axes: _block_sizes(axes, result["arms"])
         largest = max(arm["block_size"] for arm in result["arms"])
@@ -139,6 +139,12 @@ def loss_curve(records: Sequence[dict[str, Any]], picture: Path) -> None:
     _save(lambda axes: _losses(axes, records), [picture])
 
 
+def name_of(record: Mapping[str, Any]) -> str:
+    """What the prompts of a result are called: their file, with the language if they name one."""
+    language = record.get("language")
+    return f"{record['prompts']} ({language})" if language else str(record["prompts"])
+
+
 def _save(fill: Draw, paths: Sequence[Path]) -> None:
     try:
         import matplotlib
@@ -169,6 +175,47 @@ def _of_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Draw]:
     if any(line.get("predicted_verify_seconds") for line in rounds):
         found["step_time"] = lambda axes: _step_time(axes, rounds)
     return found
+
+
+def _of_lengths(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Draw]:
+    """The pictures of `dspark eval`, as far as its file holds what they need."""
+    shares = {name: record["acceptance_by_position"] for name, record in records.items()}
+    found: dict[str, Draw] = {"acceptance": lambda axes: _acceptance(axes, shares)}
+    if any("accepted_length" in record for record in records.values()):
+        lengths = {name: record["accepted_length"] for name, record in records.items()}
+        found["accepted_length"] = lambda axes: _bars(axes, lengths)
+    survivals = {name: record["survival_by_position"] for name, record in records.items() if "thresholds" in record}
+    if survivals:
+        found["survival"] = lambda axes: _acceptance(axes, survivals, "accepted with all before it")
+    cuts = {name: record["thresholds"] for name, record in records.items() if record.get("thresholds")}
+    if cuts:
+        found["thresholds"] = lambda axes: _cuts(axes, cuts)
+    return found
+
+
+def _bars(axes: Any, lengths: Mapping[str, float]) -> None:
+    """One bar a set of prompts and temperature."""
+    places = list(range(len(lengths)))[::-1]
+    axes.barh(places, list(lengths.values()), color=LINES[0]["color"], alpha=0.75, edgecolor="black")
+    for place, length in zip(places, lengths.values(), strict=True):
+        axes.annotate(f"{length:.2f}", (length, place), textcoords="offset points", xytext=(4, -4), fontsize=10)
+    axes.set_yticks(places, list(lengths))
+    axes.set(xlabel="accepted length", xlim=(1, max([*lengths.values(), 1.1]) * 1.1))
+
+
+def _cuts(axes: Any, cuts: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
+    """Of the tokens that a threshold would send, the share that passes; numbers say the accepted length."""
+    for name, style in _styled(list(cuts)):
+        points = [(cut["threshold"], cut["accepted_share"]) for cut in cuts[name] if cut["verify_length"]]
+        axes.plot(*zip(*points, strict=True), label=name, **style)
+        for cut in (cuts[name][0], cuts[name][-1]):
+            place = (cut["threshold"], cut["accepted_share"])
+            axes.annotate(
+                f"{cut['accepted_length']:.1f}", place, textcoords="offset points", xytext=(4, 5), fontsize=9
+            )
+    axes.set(xlabel="confidence threshold (numbers: accepted length)", ylabel="share of sent tokens accepted")
+    axes.set(ylim=(0, 1.05))
+    axes.legend()
 
 
 def _losses(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
@@ -212,11 +259,13 @@ def _reliability(axes: Any, positions: Sequence[Mapping[str, Any]]) -> None:
     axes.legend()
 
 
-def _acceptance(axes: Any, shares: Mapping[str, Sequence[float | None]]) -> None:
+def _acceptance(
+    axes: Any, shares: Mapping[str, Sequence[float | None]], label: str = "conditional acceptance"
+) -> None:
     for name, style in _styled(list(shares)):
         points = [(k, share) for k, share in enumerate(shares[name], start=1) if share is not None]
         axes.plot(*(zip(*points, strict=True) if points else ([], [])), label=name, **style)
-    axes.set(xlabel="position in the block", ylabel="conditional acceptance", ylim=(0, 1))
+    axes.set(xlabel="position in the block", ylabel=label, ylim=(0, 1))
     axes.legend()
 
 
@@ -305,4 +354,4 @@ def _step_time(axes: Any, rounds: Sequence[Mapping[str, Any]]) -> None:
     axes.legend()
 
 
-__all__ = ["draw", "loss_curve", "pictures_of", "read_result"]
+__all__ = ["draw", "loss_curve", "name_of", "pictures_of", "read_result"]

@@ -1,8 +1,7 @@
-"""Runs of a pair: the target alone and with its drafter, timed on one prompt; whole conversations."""
+"""Runs of a pair: the target alone and with its drafter, timed on one prompt; conversations in batches."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,7 +65,11 @@ class Pair:
 
     def batch(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask`, `(rows, length)`, of first user turns; padded on the left."""
-        rows = [self.prompt_ids([{"role": "user", "content": text}])[0] for text in prompts]
+        return self.batch_of_chats([[{"role": "user", "content": text}] for text in prompts])
+
+    def batch_of_chats(self, chats: Sequence[Sequence[dict[str, str]]]) -> dict[str, torch.Tensor]:
+        """The same of conversations, each ready for the assistant's answer."""
+        rows = [self.prompt_ids(messages)[0] for messages in chats]
         longest, (pad, _) = max(map(len, rows)), self.pad_and_end
         padding = [(longest - len(row), 0) for row in rows]
         pairs = list(zip(rows, padding, strict=True))
@@ -151,22 +154,57 @@ def run(
     return Run(ids, time.perf_counter() - start, output.dspark if drafted else GenerationStats())
 
 
+@dataclass(frozen=True)
+class Answers:
+    """A batch of answers: the new token ids of each, wall seconds, and the figures of the call."""
+
+    ids: list[list[int]]
+    seconds: float
+    stats: GenerationStats
+
+
 def converse(
-    pair: Pair, conversations: Sequence[Sequence[str]], max_new_tokens: int, temperature: float, seed: int
-) -> Iterator[Run]:
+    pair: Pair,
+    conversations: Sequence[Sequence[str]],
+    rows: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> Iterator[Answers]:
     """
-    Answers every turn of every conversation with the drafter; later turns see the answers to earlier ones.
+    Answers every turn of every conversation with the drafter, verifying every drafted token; later turns see the
+    answers to earlier ones. All first turns come first, then the second ones.
 
     Args:
+        pair (`Pair`): Target and drafter.
+        conversations (`Sequence[Sequence[str]]`): User turns.
+        rows (`int`): Answers of a batch.
+        max_new_tokens (`int`): Of each answer.
+        temperature (`float`): 0 is greedy; otherwise the bare distribution at that temperature.
         seed (`int`): The n-th answer draws with seed + n.
     """
-    answers = itertools.count(seed)
-    for turns in conversations:
-        messages: list[dict[str, str]] = []
-        for turn in turns:
-            messages.append({"role": "user", "content": turn})
-            ids = pair.prompt_ids(messages)
-            result = run(pair, ids, max_new_tokens, drafted=True, temperature=temperature, seed=next(answers))
-            text = pair.tokenizer.decode(result.ids, skip_special_tokens=True)
-            messages.append({"role": "assistant", "content": text})
-            yield result
+    chats: list[list[dict[str, str]]] = [[] for _ in conversations]
+    answered = 0
+    for turn in range(max(map(len, conversations), default=0)):
+        running = [k for k, turns in enumerate(conversations) if turn < len(turns)]
+        for k in running:
+            chats[k].append({"role": "user", "content": conversations[k][turn]})
+        for start in range(0, len(running), rows):
+            batch = running[start : start + rows]
+            inputs = pair.batch_of_chats([chats[k] for k in batch])
+            config = pair.config(
+                max_new_tokens,
+                temperature,
+                dspark_loop="batched",
+                verify_mode="static",
+                max_verify_tokens=pair.drafter.config.num_draft_tokens,
+                seed=seed + answered,
+            )
+            begun = time.perf_counter()
+            output = pair.target.generate(**inputs, generation_config=config, assistant_model=pair.drafter)
+            found = pair.new_ids(output.sequences, inputs["input_ids"].shape[1])  # waits for the device
+            seconds = time.perf_counter() - begun
+            answered += len(batch)
+            for k, ids in zip(batch, found, strict=True):
+                chats[k].append({"role": "assistant", "content": pair.tokenizer.decode(ids, skip_special_tokens=True)})
+            yield Answers(found, seconds, output.dspark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -10,6 +11,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from ..telemetry import GenerationStats
+from .plots import name_of
 from .runs import Run
 
 
@@ -76,6 +78,17 @@ def acceptance_table(stats: GenerationStats) -> Table:
     for k in range(len(stats.acceptance_by_position)):
         table.add_column(f"k={k + 1}", justify="right")
     table.add_row(*("-" if share is None else f"{share:.0%}" for share in stats.acceptance_by_position))
+    return table
+
+
+def length_table(records: Sequence[Mapping[str, Any]]) -> Table:
+    """One line a result of `dspark eval`."""
+    table = Table("prompts", "temperature", "answers", "tokens", "accepted length", "by position")
+    for record in records:
+        shares = " ".join("-" if share is None else f"{share:.2f}" for share in record["acceptance_by_position"])
+        counts = str(record["answers"]), str(record["tokens"])
+        length = f"{record['accepted_length']:.3f}"
+        table.add_row(name_of(record), f"{record['temperature']:g}", *counts, length, shares)
     return table
 
 

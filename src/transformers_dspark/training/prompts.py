@@ -196,7 +196,7 @@ def read_prompts(path: Path, limit: int | None = None, broken: list[int] | None 
     Raises:
         ValueError: `limit` is below 1, no line is such an object, or one is not and `broken` is not given.
     """
-    return read_lines(path, _turns, limit, broken)
+    return read_lines(path, user_turns, limit, broken)
 
 
 def read_lines(
@@ -237,7 +237,7 @@ def _parsed(line: str, parse: Callable[[Any], T | None]) -> T | None:
         return None
 
 
-def _turns(value: Any) -> list[str] | None:
+def user_turns(value: Any) -> list[str] | None:
     """The user's turns, if there are any and all are text."""
     turns = value.get("turns") if isinstance(value, dict) else None
     if turns is None:
