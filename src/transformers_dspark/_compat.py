@@ -8,6 +8,7 @@ are what every author of a model writes, and are listed at the end.
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,14 @@ def attention_implementations(config: PreTrainedConfig) -> dict[str, str]:
     return {"": config._attn_implementation, **names}
 
 
+def own_attention(module: Any) -> Callable[..., tuple[Any, Any]]:
+    """
+    The attention function in the file of a model's attention module, its "eager" implementation; `attention` uses it
+    where a module has to attend just as in plain decoding. Superfluous when `AttentionInterface` offers it by name.
+    """
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
 def forget(mapping: Any, key: Any) -> None:
     """Undoes `register` of an Auto class for `integration`, which has no public counterpart."""
     mapping._extra_content.pop(key, None)
@@ -138,6 +147,7 @@ __all__ = [
     "generation_defaults",
     "keeps_recurrent_state",
     "learns_prompt",
+    "own_attention",
     "rebind",
     "unassisted_mode",
 ]

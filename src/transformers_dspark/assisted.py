@@ -34,6 +34,7 @@ from ._compat import (
 from .candidates import DSparkCandidateGenerator
 from .generation_config import DraftingOptions, eos_ids
 from .processors import SpeculativeProcessors, SpeculativeStopping
+from .rewinding import compresses, rewinding
 from .sampling import accept, accept_greedy
 from .target import few_rows_linears
 from .telemetry import DSparkGenerateOutput, GenerationStats
@@ -140,13 +141,13 @@ def assisted_decoding(
     bound = rebind(loop, **{ACCEPT: rounds.verify, SPLIT_OUTPUTS: rounds.split})
     mask, mask_length = kwargs.get("attention_mask"), getattr(generation_config, MASK_LENGTH, -1)
     view = _TargetView(target, rounds, input_ids.shape[1], mask, mask_length)
-    with drafting.taps, few_rows_linears(target, assistant_model):
+    with drafting.taps, few_rows_linears(target, assistant_model), rewinding(cache):
         output = bound(view, input_ids, processors, stopping, config, **kwargs)
     return DSparkGenerateOutput(**output, dspark=rounds.stats) if isinstance(output, ModelOutput) else output
 
 
 def _check_call(target: PreTrainedModel, input_ids: torch.Tensor, cache: Cache | None) -> None:
-    if keeps_recurrent_state(target):
+    if keeps_recurrent_state(target) and not (isinstance(cache, Cache) and any(map(compresses, cache.layers))):
         raise NotImplementedError(
             f"{type(target).__name__} keeps a recurrent state, which dspark_loop='transformers' cannot roll back "
             "after a rejected draft: use 'auto' or 'batched', of the package transformers-dspark."
@@ -254,7 +255,7 @@ class _Rounds(CandidateGenerator):
 
         Args:
             outputs (`tuple`): Entries so far.
-            new_outputs (`tuple[torch.FloatTensor]`): For each layer, states `(1, queries, hidden)` or attentions
+            new_outputs (`tuple[torch.FloatTensor]`): For each layer, states `(1, queries, ..., hidden)` or attentions
                 `(1, heads, queries, keys)` of the latest step.
             added_len (`int`): Tokens committed in it.
         """
@@ -280,7 +281,7 @@ class _Rounds(CandidateGenerator):
 
 
 def _state_row(layer: int, states: torch.Tensor, row: int) -> torch.Tensor:
-    return states[..., row : row + 1, :]
+    return states[:, row : row + 1]  # streams of a token may follow
 
 
 class _TargetView:

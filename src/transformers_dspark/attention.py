@@ -17,9 +17,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from . import ragged_ops
-from ._compat import attention_implementations
+from ._compat import attention_implementations, own_attention
 from .lending import Lender
-from .windows import WINDOW_KEYWORD, RaggedWindow, VerifyWindow
+from .windows import WINDOW_KEYWORD, MaskedRow, RaggedWindow, VerifyWindow
 
 
 ATTENTION_NAME = "dspark_ragged"
@@ -57,11 +57,13 @@ def ragged_attention(
 
     Source: grouped queries share one read of their key/value head, as in Transformers' `pack_gqa`.
     """
-    window: RaggedWindow | VerifyWindow | None = kwargs.get(WINDOW_KEYWORD)
+    window: RaggedWindow | VerifyWindow | MaskedRow | None = kwargs.get(WINDOW_KEYWORD)
     if window is None:
         raise RuntimeError(
             f"Attention `{ATTENTION_NAME}` needs the forward keyword `{WINDOW_KEYWORD}`; none was passed."
         )
+    if isinstance(window, MaskedRow):
+        return own_attention(module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if attention_mask is not None and attention_mask.numel():
         raise NotImplementedError(
             f"{type(module).__name__} brings a mask of its own, which attention over a ragged cache cannot heed."

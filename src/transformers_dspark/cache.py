@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from . import ragged_ops
+from .compressed import CompressedRows, compressing
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext, swap_rows
 from .recurrent import RECURRENT_KINDS, RecurrentRows, missing_mixers, mixers
@@ -176,7 +177,7 @@ class RaggedCache(Cache):
         count = target.config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[RaggedLayer(rows, capacity) for _ in range(count)])
         self.context = RaggedContext(drafter, rows, capacity)
-        self.recurrent = RecurrentRows(target, rows) if mixers(target) else None
+        self.recurrent = rows_of_states(target, rows)
         self._target, self._drafter_config = weakref.ref(target), drafter.config
         self.ids: list[torch.Tensor] = []  # tokens of each row, while no call is at work on them
 
@@ -222,11 +223,20 @@ class RaggedCache(Cache):
             self.recurrent.rearrange(index)
 
 
+def rows_of_states(target: PreTrainedModel, rows: int) -> RecurrentRows | CompressedRows | None:
+    """What is kept beside a target's ragged layers, since it cannot be overwritten; `None` if there is nothing."""
+    if compressing(target):
+        return CompressedRows(target, rows)
+    return RecurrentRows(target, rows) if mixers(target) else None
+
+
 def check_layers(target: PreTrainedModel) -> None:
     """
     Raises:
         NotImplementedError: the target has layers whose rows cannot be rolled back, see [`RaggedCache`].
     """
+    if compressing(target):
+        return
     text_config = target.config.get_text_config(decoder=True)
     if reason := missing_mixers(target):
         raise NotImplementedError(

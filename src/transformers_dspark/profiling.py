@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .attention import use_ragged_attention
-from .cache import RaggedLayer, check_layers
+from .cache import RaggedLayer, check_layers, rows_of_states
+from .compressed import CompressedRows
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext
-from .recurrent import SETTLE, RecurrentRows, mixers
+from .recurrent import RecurrentRows
 from .target import few_rows_linears
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
@@ -62,12 +63,16 @@ def time_steps(
                 # What the cache holds does not change the time, so no prompt has to be read.
                 layers = [RaggedLayer(count, length + max(tokens_per_row)) for _ in range(config.num_hidden_layers)]
                 cache = Cache(layers=layers)
-                states = RecurrentRows(target, count) if mixers(target) else None
-                if states is not None:
+                states = rows_of_states(target, count)
+                if isinstance(states, CompressedRows):  # how many entries there are to read is known from real tokens
+                    for row in range(count):
+                        widths = [length * (row == other) for other in range(count)]
+                        text = torch.zeros(1, length, dtype=torch.long, device=device)
+                        _packed_step(target, cache, states, text, [0] * count, widths, certain=True)
+                elif states is not None:
                     first = torch.zeros(1, count, dtype=torch.long, device=device)
                     _packed_step(target, cache, states, first, [length] * count, [1] * count, certain=True)
-                    # as many inputs to read once more as a row has on average
-                    states.settled[:] = [max(0, length - SETTLE // 2)] * count
+                    states.settle_as_usual([length] * count)
                 for width in tokens_per_row:
                     ids = torch.randint(config.vocab_size, (1, count * width), generator=noise).to(device)
                     step = partial(_packed_step, target, cache, states, ids, [length] * count, [width] * count)
@@ -112,7 +117,7 @@ def time_drafts(
 def _packed_step(
     target: PreTrainedModel,
     cache: Cache,
-    states: RecurrentRows | None,
+    states: RecurrentRows | CompressedRows | None,
     ids: torch.Tensor,
     lengths: list[int],
     widths: list[int],

@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 from ._compat import keeps_recurrent_state
 from .assisted import assisted_decoding, check_request
 from .cache import RaggedCache
+from .compressed import compressing
 from .configuration_dspark import DSparkConfig
 from .decoding import batched_decoding
 from .divergence import check_greedy
@@ -56,7 +57,7 @@ def decoding(
         or options.round_callback is not None
         or options.strict_greedy
         or isinstance(cache, RaggedCache)
-        or keeps_recurrent_state(target)
+        or (keeps_recurrent_state(target) and not compressing(target))
     )
     batched = options.loop == "batched" or (options.loop == "auto" and ours)
     if batched and kwargs.pop("synced_gpus", False):

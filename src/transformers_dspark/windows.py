@@ -167,4 +167,9 @@ class VerifyWindow:
         return self._masks[sliding_window]
 
 
-__all__ = ["WINDOW_KEYWORD", "RaggedWindow", "VerifyWindow"]
+@dataclass(frozen=True)
+class MaskedRow:
+    """A forward of one row whose attention modules bring a mask that says all: they attend as in plain decoding."""
+
+
+__all__ = ["WINDOW_KEYWORD", "MaskedRow", "RaggedWindow", "VerifyWindow"]

@@ -39,7 +39,7 @@ class TokenRecords:
         if not self.hidden_states:
             return
         if self._prompt is None:
-            self._prompt = [t.new_zeros(len(columns), length, t.shape[-1]) for t in outputs.hidden_states]
+            self._prompt = [t.new_zeros(len(columns), length, *t.shape[2:]) for t in outputs.hidden_states]
         flat = torch.cat(columns)
         starts = torch.tensor([0, *map(len, columns)]).cumsum(0)[:-1].to(flat.device)
         places = flat[starts[window.rows] + window.columns]
