@@ -96,7 +96,11 @@ class Bench:
             copy.copy_(source)
             self.wait()
             seconds.append(time.perf_counter() - began)
-        return 2 * len(source) / statistics.median(seconds[2:])
+        size = len(source)
+        del source, copy
+        if cuda:
+            torch.cuda.empty_cache()
+        return 2 * size / statistics.median(seconds[2:])
 
     def wait(self) -> None:
         """Until the device has done all that it was asked."""
@@ -141,8 +145,10 @@ class Bench:
     def scheduled(self, rows: int, context: int, profile: str, mode: str) -> Rounds:
         """Rounds whose windows follow a table of step costs, once the graphs that it asks for are there."""
         table = self.costs([rows], [context])
-        engine = "eager" if mode == "cap-accept" else self.settings.engine  # which is never captured
-        options = {"verify_mode": mode, "step_cost_table": table, "first": self.settings.rounds}
+        options: dict[str, Any] = {"verify_mode": mode, "step_cost_table": table}
+        engine = "eager"  # cap-accept is never captured
+        if mode == "compact":
+            engine, options["first"] = self.settings.engine, self.settings.rounds
         return self.rounds(rows, context, profile, engine, mode, **options)
 
     def costs(self, rows: Iterable[int], contexts: Iterable[int]) -> StepCostTable:

@@ -188,7 +188,7 @@ def startup(bench: Bench) -> Iterator[Task]:
             words += ["--device", bench.settings.device.type]
             began = time.perf_counter()
             root = Path(__file__).parents[2]
-            subprocess.run([sys.executable, "-m", "benchmarks.gpu", *words], check=True, cwd=root, timeout=600)
+            subprocess.run([sys.executable, "-m", "benchmarks.gpu", *words], check=True, cwd=root, timeout=400)
             line = json.loads(path.read_text(encoding="utf-8"))["parts"]["first-call"][0]
             return {**line, "process_seconds": time.perf_counter() - began}
 

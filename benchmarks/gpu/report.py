@@ -45,8 +45,9 @@ class Report:
                 found = task()
             except Exception as error:  # whatever it is, the rest is worth having
                 traceback.print_exc()
-                recover()
                 found = {"failed": f"{type(error).__name__}: {error}"[:500]}
+            if "failed" in found:
+                recover()  # only now, when no frame of the failure holds memory any more
             for line in found if isinstance(found, list) else [found]:
                 self.add(part, {**about, **line})
         self.result["seconds"][part] = time.monotonic() - began
