@@ -27,7 +27,7 @@ from .summary import summary
 def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     try:
-        return _run(_parser().parse_args(words), words)
+        return _run(parser().parse_args(words), words)
     except (UsageError, OSError, ImportError, ValueError) as error:
         print(f"benchmarks.gpu: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -41,11 +41,13 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     parts = list(PARTS) if args.parts is None else args.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         raise UsageError(f"--parts {args.parts}: there is no part {unknown[0]!r}; give some of {','.join(PARTS)}")
-    settings = _settings(args)
+    settings = settings_of(args)
     header = {
         "environment": environment(settings.device, ["python", "-m", "benchmarks.gpu", *words]),
         "settings": {name: _plain(value) for name, value in vars(settings).items()},
     }
+    if args.add:
+        header |= _earlier(args.json, header["environment"]["device"], parts)
     report = Report(args.json, header, args.minutes)
     with Bench(settings) as bench:
         header_line = {"copy_bytes_per_second": bench.bandwidth}
@@ -56,7 +58,20 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _earlier(path: Path | None, device: str, parts: list[str]) -> dict[str, Any]:
+    """Of a file that an earlier command wrote, what this one does not measure, and where that was measured."""
+    if path is None or not path.exists():
+        return {}
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if before["environment"]["device"] != device:
+        raise UsageError(
+            f"--add: {path.name} is from {before['environment']['device']}, not {device}: name another file"
+        )
+    kept = {name: lines for name, lines in before["parts"].items() if name not in (*parts, "device")}
+    return {"parts": kept, "earlier": [*before.get("earlier", []), before["environment"]]}
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
     device = device_of("cpu" if args.shape == "tiny" and args.device is None else args.device)
     engine = args.engine or ("compiled" if device.type == "cuda" else "eager")
     if device.type != "cuda" and engine != "eager":
@@ -74,7 +89,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         peer_rows=tuple(sorted(set(args.peer_rows))),
         rounds=args.rounds,
         engine=engine,
-        engines=tuple(ENGINES) if device.type == "cuda" else (engine,),
+        engines=tuple(args.engines) if device.type == "cuda" else (engine,),
         pair_target=args.pair_target,
         pair_drafter=args.pair_drafter,
         pair_prompts=args.pair_prompts,
@@ -82,14 +97,14 @@ def _settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     seconds = ", ".join(f"{part} {estimate}" for part, (_, estimate) in PARTS.items())
-    parser = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description=about,
         epilog=f"Expected seconds on an H200 with the defaults, compilation aside: {seconds}.",
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("--parts", metavar="A,B", help=f"some of {','.join(PARTS)} (default: all)")
     add("--shape", choices=SHAPES, default="8b", help="of Qwen3, with random weights (default: %(default)s)")
     add("--rows", type=positive_int, nargs="+", default=[1, 8, 32, 64, 128, 256], metavar="N")
@@ -99,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--peer-rows", type=positive_int, nargs="+", default=[1, 32], metavar="N", help="(default: %(default)s)")
     add("--rounds", type=positive_int, default=40, metavar="N", help="counted in a call (default: %(default)s)")
     add("--engine", choices=ENGINES, help="how the loop runs the target (default: compiled; on a CPU eager)")
+    add("--engines", choices=ENGINES, nargs="+", default=list(ENGINES), help="that `verify` compares (default: all)")
     add("--minutes", type=positive_float, default=60.0, metavar="M", help="then nothing more is measured")
     add("--pair-target", type=Path, metavar="FOLDER", help="the real target, for the part pair")
     add("--pair-drafter", metavar="FOLDER", help="its drafter (default: the one of the repository)")
@@ -106,8 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--pair-tokens", type=positive_int, default=160, metavar="N", help="of an answer (default: %(default)s)")
     add("--device", metavar="NAME", help="cuda, cpu (default: cuda if there is one)")
     add("--json", type=json_file, metavar="FILE", help="the result, written after every line")
+    add("--add", action="store_true", help="keep the other parts that FILE holds, so that commands share a result")
     add("--plot", type=Path, metavar="FILE", help="draw the pictures of a result beside it, and measure nothing")
-    return parser
+    return made
 
 
 def _plain(value: Any) -> Any:

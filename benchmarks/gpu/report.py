@@ -31,7 +31,7 @@ class Report:
     """
 
     def __init__(self, path: Path | None, header: Mapping[str, Any], minutes: float) -> None:
-        self.result: dict[str, Any] = {**header, "seconds": {}, "parts": {}}
+        self.result: dict[str, Any] = {"seconds": {}, "parts": {}, **header}
         self._path, self._deadline = path, time.monotonic() + 60 * minutes
 
     def measure(self, part: str, tasks: Iterable[Task], recover: Callable[[], None]) -> None:

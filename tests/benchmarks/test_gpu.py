@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.gpu import idle, profiles, report, rounds, shapes
-from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.bench import NO_DRAFTS
+from benchmarks.gpu.__main__ import main, parser, settings_of
+from benchmarks.gpu.bench import NO_DRAFTS, Bench
 from tests.cli.conftest import pair  # noqa: F401  (a fixture)
 from transformers_dspark import decoding, sampling
 from transformers_dspark.modeling_dspark import DSparkDrafter
@@ -67,6 +67,18 @@ def test_without_drafts_a_row_gets_one_token_a_round(models):
     with profiles.ForcedAcceptance(clock, 4, 16) as forced, clock:
         found = rounds.Batch(models, 4, 8, 6, clock, forced).run("mixed", "eager", **NO_DRAFTS)
     assert (found.observed_length, found.accepted_length, found.sent, found.draft_seconds) == (1.0, 1.0, 0.0, None)
+
+
+def test_a_table_of_costs_is_of_the_rounds_it_was_made_of():
+    args = ["--shape", "tiny", "--rows", "2", "3", "--context", "8", "--rounds", "3"]
+    with Bench(settings_of(parser().parse_args(args))) as bench:
+        table = bench.costs([2, 3], [8])
+        for rows in (2, 3):
+            whole = bench.drafting(rows, 8, 7)
+            predicted = table.predict(rows, 8 * rows, whole.mean_context) + table.draft_curve(rows)[-1]
+            assert predicted == pytest.approx(whole.seconds)
+            plain = bench.drafting(rows, 8, 0)
+            assert table.curve(rows, 0, plain.mean_context)[0] == pytest.approx(plain.seconds)
 
 
 def test_nothing_is_left_behind():
@@ -140,6 +152,8 @@ def test_every_part_on_the_cpu(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "verify step" in said
     assert "native DFlash" in said
+    assert main(["--shape", "tiny", "--parts", "pair", "--json", str(path), "--add"]) == 0  # the others are kept
+    assert set(json.loads(path.read_text())["parts"]) == set(result["parts"])
     assert main(["--plot", str(path)]) == 0
     assert len(list(tmp_path.glob("result-*.svg"))) == 2
 
