@@ -1,0 +1,49 @@
+"""
+The kernel as an operator of PyTorch, for compiled models. The number of tokens is looked at inside the operator, so a
+compiled model has no guard on it: few tokens go to the kernel, others to `torch.nn.functional.linear`.
+"""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+
+
+@torch.library.custom_op("transformers_dspark::few_rows_linear", mutates_args=(), device_types="cuda")
+def few_rows_linear_op(
+    states: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    r"""
+    `states @ weight.T + bias` for any number of tokens, also `torch.ops.transformers_dspark.few_rows_linear`. For
+    inference: it has no backward.
+
+    Args:
+        states (`torch.Tensor` of shape `(..., size)`): bfloat16, float16 or float32.
+        weight (`torch.Tensor` of shape `(features, size)`): Of the same dtype.
+        bias (`torch.Tensor` of shape `(features,)`, *optional*): Of the same dtype.
+
+    Returns:
+        `torch.Tensor` of shape `(..., features)`, with the states' dtype, contiguous.
+
+    Raises:
+        `ValueError`: Shapes or dtypes that do not belong together.
+    """
+    from .kernel import MAX_TOKENS, few_rows_linear
+
+    tokens = states.numel() // max(1, states.shape[-1])
+    if 1 <= tokens <= MAX_TOKENS:
+        return few_rows_linear(states, weight, bias)
+    return F.linear(states, weight, bias).contiguous()
+
+
+@few_rows_linear_op.register_kernel("cpu")
+def _(states: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+    return F.linear(states, weight, bias).contiguous()
+
+
+@few_rows_linear_op.register_fake
+def _(states: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+    return states.new_empty(*states.shape[:-1], weight.shape[0])
+
+
+__all__ = ["few_rows_linear_op"]
