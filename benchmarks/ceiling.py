@@ -63,10 +63,7 @@ def main() -> int:
     pair = Pair.load(str(fetch_target()), find_drafter(), device_of("cpu"))
     costs = StepCostTable.load(args.costs)
     table = FixedTable(costs.steps, costs.drafts, costs.staircase, costs.target, costs.measured)
-    results = []
-    for temperature in args.temperature:
-        traces = {m: trace(pair, prompts, table, m, temperature, args) for m in ("compact", "cap-accept")}
-        results.append({"temperature": temperature, **compared(traces, args.windows)})
+    results: list[dict[str, Any]] = []
     result = {
         "environment": environment(pair.target.device, ["python", "-m", "benchmarks.ceiling", *sys.argv[1:]]),
         "target": "SmolLM2-135M-Instruct",
@@ -77,7 +74,10 @@ def main() -> int:
         "max_new_tokens": args.max_new_tokens,
         "results": results,
     }
-    write_json(args.json, result)
+    for temperature in args.temperature:
+        traces = {m: trace(pair, prompts, table, m, temperature, args) for m in ("compact", "cap-accept")}
+        results.append({"temperature": temperature, **compared(traces, args.windows)})
+        write_json(args.json, result)
     shown = Table("T", "blocks", "trimmed", "window", "inside", "width", "drawn: inside", "width")
     for line in results:
         for found in line["windows"]:
