@@ -148,19 +148,10 @@ def packed_attention(
         queries = queries.reshape(rows, key.shape[1], groups * width, head_dim)
         mask = mask.repeat(1, 1, groups, 1)
         groups = 1
-    if softcap is None and s_aux is None:
-        grouped = groups > 1
-        mixed = F.scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
-    else:
-        logits = (queries @ key.transpose(2, 3)).float() * scaling
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(~mask, float("-inf"))
-        if s_aux is not None:
-            sinks = s_aux.float().view(1, heads, 1, 1).expand(rows, heads, width, 1).reshape(*logits.shape[:3], 1)
-            logits = torch.cat((logits, sinks), dim=-1)
-        weights = logits.softmax(dim=-1)[..., : key.shape[2]]
-        mixed = weights.to(value.dtype) @ value
+    sinks = None
+    if s_aux is not None:
+        sinks = s_aux.float().view(1, heads, 1, 1).expand(rows, heads, width, 1).reshape(*queries.shape[:3], 1)
+    mixed = _mix(queries, key, value, mask, scaling, softcap, sinks)
     mixed = mixed.reshape(rows, heads, width, value.shape[-1])
     return window.packed(mixed.transpose(1, 2))[None]
 
@@ -171,20 +162,50 @@ def lone_attention(
     value: torch.Tensor,
     window: VerifyWindow,
     scaling: float | None = None,
-    **options: Any,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    [`packed_attention`] of one token after another, over as many entries as it sees: the shapes, and so the order of
-    the sums, are the same whatever else is in the step. A token that is there twice is computed once.
+    As [`packed_attention`], one token after another and over the entries that each sees: the shapes, and so the order
+    of the sums, are the same whatever else is in the step. A token that is there twice is computed once.
     """
+    (_, heads, _, head_dim), kv_heads = query.shape, key.shape[1]
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    sinks = None if s_aux is None else s_aux.float().view(1, kv_heads, -1, 1)
     found: dict[tuple[int, int], torch.Tensor] = {}
-    for k, (row, column, alone) in enumerate(window.single):
+    for k, (row, column) in enumerate(window.entries):
         if (row, column) not in found:
-            seen = slice(row, row + 1), slice(None), slice(column + 1)
-            found[row, column] = packed_attention(
-                query[:, :, k : k + 1], key[seen], value[seen], alone, scaling, **options
-            )
-    return torch.cat([found[row, column] for row, column, _ in window.single], dim=1)
+            first = 0 if sliding_window is None else max(0, column + 1 - sliding_window)
+            seen = slice(row, row + 1), slice(None), slice(first, column + 1)
+            lone = query[:, :, k].reshape(1, kv_heads, -1, head_dim)  # the heads of a group are queries of one key
+            mixed = _mix(lone, key[seen], value[seen], None, scaling, softcap, sinks)
+            found[row, column] = mixed.reshape(1, 1, heads, -1)
+    return torch.cat([found[entry] for entry in window.entries], dim=1)
+
+
+def _mix(
+    queries: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of `(rows, heads, n, head_dim)` queries; with a cap or sinks, there must be as many heads of keys."""
+    if softcap is None and sinks is None:
+        grouped = queries.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+    logits = (queries @ key.transpose(2, 3)).float() * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat((logits, sinks), dim=-1)
+    weights = logits.softmax(dim=-1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
 
 
 def ragged_mask(

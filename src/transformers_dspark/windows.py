@@ -131,11 +131,9 @@ class VerifyWindow:
         return replace(self, places=self.places[:, index], alone=True, _elsewhere={}, _masks={})
 
     @cached_property
-    def single(self) -> list[tuple[int, int, VerifyWindow]]:
-        """For each token its row, its entry there, and a window of one row that holds it alone."""
-        places = self.places[:2].T.tolist()
-        windows = {column: VerifyWindow.pack([column], [1], self.places.device) for _, column in places}
-        return [(row, column, windows[column]) for row, column in places]
+    def entries(self) -> list[tuple[int, int]]:
+        """Row and entry of each token, on the host."""
+        return list(zip(*self.places[:2].tolist(), strict=True))
 
     def counts(self) -> list[int]:
         """Tokens of each row."""
