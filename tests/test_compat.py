@@ -6,10 +6,18 @@ import inspect
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, Gemma3Config, GenerationMixin, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_MAPPING,
+    DeepseekV4Config,
+    Gemma3Config,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.generation import utils
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention
 
 from transformers_dspark import DSparkConfig, DSparkDrafter, _compat
 from transformers_dspark.backbone_dspark import DSparkRotaryEmbedding
@@ -104,6 +112,13 @@ def test_attention_implementations():
     config._attn_implementation = {"": "eager", "text_config": "sdpa"}
     found = _compat.attention_implementations(config)
     assert (found[""], found["text_config"]) == ("eager", "sdpa")
+
+
+def test_own_attention():
+    with torch.device("meta"):
+        found = _compat.own_attention(DeepseekV4Attention(DeepseekV4Config(num_hidden_layers=1), 0))
+    assert found.__module__ == DeepseekV4Attention.__module__
+    assert "sinks" in inspect.getsource(found)
 
 
 @pytest.mark.parametrize("mapping", [CONFIG_MAPPING, MODEL_MAPPING])
