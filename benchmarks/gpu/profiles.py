@@ -172,6 +172,7 @@ class ForcedAcceptance:
         self._admitted = torch.zeros(STAMPS, rows, dtype=torch.long, device=device)
         self._survival = np.ones((ROUNDS, rows, block))
         self._target_length = 1.0
+        self._block = self._confidences[0]  # of the block that is being drafted
         self._active = False
         self._stack = ExitStack()
 
@@ -231,7 +232,11 @@ class ForcedAcceptance:
             drafter: DSparkDrafter, k: int, hidden: torch.Tensor, previous: torch.Tensor | None
         ) -> torch.Tensor | None:
             confidence = real_confidence(drafter, k, hidden, previous)
-            return self._of_round(self._confidences)[: len(hidden), k] if self._active else confidence
+            if not self._active:
+                return confidence
+            if k == 0:
+                self._block = self._of_round(self._confidences)
+            return self._block[: len(hidden), k]
 
         self._active = True
         self._stack.enter_context(patch.object(DSparkDrafter, "_confidence_at", forced_confidence))

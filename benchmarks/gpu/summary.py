@@ -54,22 +54,20 @@ def _speed(parts: Mapping[str, Lines]) -> Iterator[tuple[str, str, str]]:
 
 def _schedule(parts: Mapping[str, Lines]) -> Iterator[tuple[str, str, str]]:
     """Compact against the better of whole blocks and no drafter."""
-    ratios = {}
-    for line in parts.get("throughput", []):
-        if line["mode"] == "compact":
-            others = [
-                other["tokens_per_second"]
-                for other in parts["throughput"]
-                if other["mode"] in ("static", "no drafter") and _place(other) == _place(line)
-            ]
-            if others:
-                ratios[_place(line)] = line["tokens_per_second"] / max(others)
-    for place in sorted(
-        set((min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)) if ratios else ())
-    ):
-        context, rows, profile = place
-        what = f"compact, {rows} rows, {profile}, context {context}, simulated"
-        yield what, f"{ratios[place]:.2f}x", "better of static and no drafter: least and most"
+    lines = parts.get("throughput", [])
+    ratios: dict[tuple[int, int], dict[str, float]] = {}
+    for line in lines:
+        others = [
+            other["tokens_per_second"]
+            for other in lines
+            if other["mode"] in ("static", "no drafter") and _place(other) == _place(line)
+        ]
+        if line["mode"] == "compact" and others:
+            of_rows = ratios.setdefault((line["context"], line["rows"]), {})
+            of_rows[line["profile"]] = line["tokens_per_second"] / max(others)
+    for (context, rows), by_profile in sorted(ratios.items()):
+        words = ", ".join(f"{profile} {ratio:.2f}x" for profile, ratio in by_profile.items())
+        yield f"compact, {rows} rows, context {context}, simulated", words, "better of static and no drafter"
 
 
 def _rest(parts: Mapping[str, Lines]) -> Iterator[tuple[str, str, str]]:
