@@ -132,12 +132,12 @@ def _product(
             lines = first * BLOCK_K + tl.arange(0, LINES) * (1024 // weight.dtype.element_ty.primitive_bitwidth)
             lines = tl.minimum(lines, tl.minimum(last * BLOCK_K, size) - 1)
             ask: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-            tl.inline_asm_elementwise(ask, "=r,l", [rows + lines[None, :] * w_column], tl.int32, False, 1)
+            tl.inline_asm_elementwise(ask, "=r,l", [rows + lines.to(tl.int64)[None, :] * w_column], tl.int32, False, 1)
         gdc_wait()
     k = tl.arange(0, BLOCK_K)
     t = tl.arange(0, BLOCK_T)
     in_t = t < tokens
-    w_at = rows + (first * BLOCK_K + k)[None, :] * w_column
+    w_at = rows + (first * BLOCK_K + k).to(tl.int64)[None, :] * w_column
     s_at = states + t[:, None] * s_token + (first * BLOCK_K + k)[None, :] * s_column
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for block in range(first, last):
