@@ -1,15 +1,18 @@
 """
 `python -m benchmarks.training`: a training step at the shape of Qwen3-8B with random weights: peak memory, tokens per
-second, and the share of the machine's own rate of matrix products. For several GPUs:
+second, and the share of the machine's own rate of matrix products. One GPU against two, over the same batches:
 
-    accelerate launch --num_processes 2 --module benchmarks.training --json two.json
+    python -m benchmarks.training --processes 1 2 --json processes.json                 # and --shard-target
 
-and compare `tokens_per_second` with that of one process. `--tiny` runs anywhere and measures nothing of interest.
+One process then accumulates what two share, so their losses should be the same. `--tiny` runs anywhere and measures
+nothing of interest.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -54,19 +57,61 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--pure-bf16", action="store_true", help="weights and optimiser in bfloat16")
     parser.add_argument("--attention", choices=("auto", "flex", "plain"), default="auto")
     parser.add_argument("--compile-target", action="store_true")
+    parser.add_argument("--shard-target", action="store_true", help="the target's layers spread over the processes")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches a step (default: 1)")
+    parser.add_argument("--processes", type=int, nargs="+", metavar="N", help="run so many at once, one after another")
     parser.add_argument("--tiny", action="store_true", help="small shapes, on the CPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(words)
+    if args.processes:
+        return compare(args, list(sys.argv[1:] if words is None else words))
     if args.tiny:
         args.length, args.anchors, args.steps = 64, 4, 2
     result = measure(args)
     if result is not None:
         result["environment"] = environment(torch.device("cpu" if args.tiny else "cuda"), ["python", "-m", *sys.argv])
-        for name, value in result.items():
-            if isinstance(value, (int, float)):
-                print(f"{name:32} {value:,.4g}")
+        show(result)
         write_json(args.json, result)
     return 0
+
+
+def show(result: dict[str, Any]) -> None:
+    """A line for each number."""
+    for name, value in result.items():
+        if isinstance(value, (int, float)):
+            print(f"{name:32} {value:,.4g}")
+
+
+def compare(args: argparse.Namespace, words: list[str]) -> int:
+    """The same steps in every number of processes, each launched by itself; speeds and losses beside each other."""
+    own = [word for k, word in enumerate(words) if not _belongs(words, k, ("--processes", "--json"))]
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in args.processes:
+            file = Path(folder) / f"{number}.json"
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]
+            rest = ["--accumulate", str(max(args.processes) // number), "--json", str(file)]
+            print(f"{number} processes", flush=True)
+            subprocess.run([*launch, __file__, *own, *rest], check=True)
+            runs.append(json.loads(file.read_text()))
+    first, last = runs[0], runs[-1]
+    result = {
+        "speed_up": last["tokens_per_second"] / first["tokens_per_second"],
+        "largest_loss_difference": max(
+            abs(theirs / ours - 1) for ours, theirs in zip(first["losses"], last["losses"], strict=True)
+        ),
+        "runs": {str(number): run for number, run in zip(args.processes, runs, strict=True)},
+    }
+    show(result)
+    write_json(args.json, result)
+    return 0
+
+
+def _belongs(words: list[str], place: int, names: tuple[str, ...]) -> bool:
+    """Whether a word is one of these options or a value of it."""
+    while place and not words[place].startswith("--"):
+        place -= 1
+    return words[place].partition("=")[0] in names
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -75,14 +120,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = DSparkTrainingArguments(
             folder, per_device_train_batch_size=args.rows, anchors=args.anchors, max_steps=args.steps + 3,
-            bf16=not args.tiny and not args.pure_bf16, pure_bf16=args.pure_bf16, block_attention=args.attention,
-            compile_target=args.compile_target, use_cpu=args.tiny, save_strategy="no", disable_tqdm=True,
+            gradient_accumulation_steps=args.accumulate, bf16=not args.tiny and not args.pure_bf16,
+            pure_bf16=args.pure_bf16, block_attention=args.attention, compile_target=args.compile_target,
+            shard_target=args.shard_target, use_cpu=args.tiny, save_strategy="no", disable_tqdm=True,
             report_to="none", logging_steps=1000,
         )  # fmt: skip
         device = arguments.device
+        torch.manual_seed(0)  # every process has the same target
         with device:
             target = AutoModelForCausalLM.from_config(Qwen3Config(**TINY if args.tiny else QWEN3_8B), dtype=dtype)
-        rng, count = np.random.default_rng(0), args.rows * arguments.world_size * (args.steps + 3)
+        rng, count = np.random.default_rng(0), args.rows * arguments.world_size * args.accumulate * (args.steps + 3)
         vocabulary = target.config.vocab_size
         ids = [rng.integers(0, vocabulary, args.length, dtype=np.int64) for _ in range(count)]
         answers = Sequences(ids, np.ones(count, dtype=np.int64), np.ones(count, dtype=bool))
@@ -90,7 +137,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         drafter = new_drafter(target, shape, answers, 0)
         trainer = Timed(drafter, arguments, target=target, train_dataset=AnswerDataset(answers))
         trainer.train()
-        seconds = (trainer.ends[-1] - trainer.ends[2]) / args.steps
+        ends = trainer.ends[args.accumulate - 1 :: args.accumulate]
+        seconds = (ends[-1] - ends[2]) / args.steps
+        tokens = arguments.world_size * args.accumulate * args.rows * args.length
+        losses = torch.stack(trainer.losses).view(-1, args.accumulate).sum(dim=1)
+        losses = trainer.accelerator.reduce(losses, "mean")  # each counts its share as often as there are processes
         rate = matrix_rate(device, dtype, 256 if args.tiny else 8192)
         estimate = estimate_training(
             target, drafter.config, rows=args.rows, length=args.length, anchors=args.anchors, pure_bf16=args.pure_bf16
@@ -101,13 +152,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
             "processes": arguments.world_size,
             "drafter_parameters": estimate.parameters,
             "seconds_per_step": seconds,
-            "tokens_per_second": arguments.world_size * args.rows * args.length / seconds,
-            "flops_per_step": estimate.flops,
+            "tokens_per_second": tokens / seconds,
+            "flops_per_step": estimate.flops * args.accumulate,
             "matrix_flops_per_second": rate,
-            "utilisation": estimate.flops / seconds / rate,
+            "utilisation": estimate.flops * args.accumulate / seconds / rate,
             "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
             "estimated_gib": estimate.memory / 2**30,
-            "settings": {name: value for name, value in vars(args).items() if name != "json"},
+            "losses": losses.tolist(),
+            "settings": {name: value for name, value in vars(args).items() if name not in ("json", "processes")},
         }
 
 
@@ -117,12 +169,14 @@ class Timed(DSparkTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ends: list[float] = []
+        self.losses: list[torch.Tensor] = []
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         if self.args.device.type == "cuda":
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
+        self.losses.append(loss.detach())
         return loss
 
 

@@ -42,3 +42,15 @@ def test_benchmark(tmp_path):
     assert result["tokens_per_second"] > 0
     assert 0 < result["utilisation"] < 1
     assert result["processes"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--shard-target"]])
+def test_benchmark_of_processes(tmp_path, more):
+    benchmark = script("benchmarks/training.py")
+    assert benchmark.main(["--tiny", "--processes", "1", "2", *more, "--json", str(tmp_path / "result.json")]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [run["processes"] for run in result["runs"].values()] == [1, 2]
+    assert len(result["runs"]["1"]["losses"]) == 5
+    assert result["largest_loss_difference"] < 1e-4
+    assert result["speed_up"] > 0
