@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from transformers_dspark import decoding
+from transformers_dspark import decoding, divergence
 from transformers_dspark.cli import main
 
 
@@ -24,6 +24,21 @@ def test_equal_texts(diff, rows, capsys):
     assert (code, report["verdict"], len(report["rows"])) == (0, "equal", 6)
     assert all(row["tokens"] == 9 and not row["divergences"] for row in report["rows"])
     assert "equal: 6 rows" in capsys.readouterr().out
+
+
+def test_an_interruption_keeps_what_was_compared(diff, monkeypatch, capsys):
+    sound, calls = divergence.check_greedy, []
+
+    def once(*args):
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return sound(*args)
+
+    monkeypatch.setattr(divergence, "check_greedy", once)
+    code, report = diff("--batch-size", "2")
+    assert (code, report["verdict"], len(report["rows"])) == (130, "equal", 4)
+    assert "4 of 6 rows are kept; still to do: the prompts from number 5 on" in capsys.readouterr().err
 
 
 def test_a_defect(diff, monkeypatch):

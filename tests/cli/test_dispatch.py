@@ -187,3 +187,17 @@ def test_commands_are_quick_to_list(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["", *cli.COMMANDS])
+def test_help_fits_a_screen(name, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([*name.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= (64 if name == "train" else 40)
+    assert lines[0].startswith(f"usage: dspark {name}".strip())
+    assert "[options]" in lines[0] + lines[1]
+    # `data` has it in both of its parts
+    assert any("--json FILE" in line for line in lines) != (name in ("", "data"))

@@ -28,6 +28,25 @@ def test_the_drafter_changes_no_text(pair, capsys):
     assert drafted[5]["text"] in capsys.readouterr().out
 
 
+def test_an_interrupted_generation_keeps_its_answers(pair, capsys, monkeypatch):
+    from transformers_dspark.cli import generate
+
+    sound, calls = generate._answer, []
+
+    def once(*args):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return sound(*args)
+
+    monkeypatch.setattr(generate, "_answer", once)
+    assert call(pair, "generate", "--prompts", f"{pair}/prompts.jsonl", "--rows", "4") == 130
+    shown = capsys.readouterr()
+    assert len(result(pair)["answers"]) == 4
+    assert [line[:3] for line in shown.out.splitlines() if line.startswith("[")] == ["[1]", "[2]", "[3]", "[4]"]
+    assert "4 of 6 answers are kept; still to do: the prompts from number 5 on" in shown.err
+
+
 def test_a_stream_and_a_seed(pair, capsys):
     assert call(pair, "generate", "t01 t02", "--stream") == 0
     text = result(pair)["answers"][0]["text"]

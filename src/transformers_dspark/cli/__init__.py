@@ -62,8 +62,24 @@ class Interrupted(KeyboardInterrupt):
     """
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Help that fits a screen: an option and its words share a line, and the usage names only what must be given."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=29)
+
+    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        needed = [action for action in actions if action.required or not action.option_strings]
+        if len(needed) < len(list(actions)):
+            needed.insert(0, argparse.Action([], "options", nargs=argparse.OPTIONAL, metavar="options"))
+        super().add_usage(usage, needed, [], prefix)
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports an error in one line: argparse would print the whole usage before it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _Formatter, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")

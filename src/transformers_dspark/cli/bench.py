@@ -84,9 +84,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shown(lines: list[dict[str, Any]]) -> Table:
+    from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table("prompts", "rows", "mode", "plain, tok/s", "drafted, tok/s", "", "accepted", "host", "same ids")
+    heads = ("prompts", "rows", "mode", "plain", "drafted", "", "accepted", "host", "same ids")
+    table = Table(*heads, title="Tokens per second", title_justify="left", box=SIMPLE)
     for line in lines:
         for mode, figures in line["modes"].items():
             table.add_row(

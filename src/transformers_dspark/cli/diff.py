@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import add_json_option, positive_int, valid_text, write_json
+from . import Interrupted, add_json_option, positive_int, valid_text, write_json
 from .pair import add_answer_options, add_pair_options, load_pair, progress_bar
 
 
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
@@ -38,16 +39,23 @@ def run(args: argparse.Namespace) -> int:
     pair = load_pair(args)
     config = pair.config(args.max_new_tokens)
     rows: list[RowDivergence] = []
-    with progress_bar() as bar:
-        task = bar.add_task("comparing", total=len(texts))
-        for first in range(0, len(texts), args.batch_size):
-            inputs = pair.batch(texts[first : first + args.batch_size])
-            output = pair.target.generate(**inputs, generation_config=config, assistant_model=pair.drafter)
-            counts = [len(ids) for ids in pair.new_ids(output.sequences, inputs["input_ids"].shape[1])]
-            report = check_greedy(pair.target, inputs["input_ids"], output.sequences, counts, inputs["attention_mask"])
-            rows += report.rows
-            bar.advance(task, len(report.rows))
-    table = Table("row", "tokens", "verdict", "first at", "token", "plain token", "margin", "deficit", "tolerance")
+    dtype, interrupted = str(pair.target.dtype), False
+    try:
+        with progress_bar() as bar:
+            task = bar.add_task("comparing", total=len(texts))
+            for first in range(0, len(texts), args.batch_size):
+                inputs = pair.batch(texts[first : first + args.batch_size])
+                output = pair.target.generate(**inputs, generation_config=config, assistant_model=pair.drafter)
+                ids, mask = inputs["input_ids"], inputs["attention_mask"]
+                counts = [len(new) for new in pair.new_ids(output.sequences, ids.shape[1])]
+                report = check_greedy(pair.target, ids, output.sequences, counts, mask)
+                rows, dtype = rows + list(report.rows), report.dtype
+                bar.advance(task, len(report.rows))
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        interrupted = True
+    table = Table("row", "tokens", "verdict", "at", "token", "plain", "margin", "deficit", "tolerance", box=SIMPLE)
     for number, row in enumerate(rows):
         cells = [str(number), str(row.tokens), row.verdict]
         if (found := row.first) is not None:
@@ -63,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         args.json,
         {
             "environment": environment(pair.target.device, args.words),
-            "dtype": report.dtype,
+            "dtype": dtype.removeprefix("torch."),
             "max_new_tokens": args.max_new_tokens,
             "batch_size": args.batch_size,
             "near_tie_ulps": NEAR_TIE_ULPS,
@@ -71,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
             "rows": [row.to_dict() for row in rows],
         },
     )
+    if interrupted:
+        left = f"the prompts from number {len(rows) + 1} on"
+        raise Interrupted(f"{len(rows)} of {len(texts)} rows are kept; still to do: {left}")
     return 1 if verdict == "defect" else 0
 
 

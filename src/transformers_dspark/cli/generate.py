@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import UsageError, add_json_option, path_or_id, positive_int, share, valid_text, write_json
+from . import Interrupted, UsageError, add_json_option, path_or_id, positive_int, share, valid_text, write_json
 from .pair import add_answer_options, add_pair_options, load_pair, progress_bar
 
 
@@ -47,17 +47,27 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--stream shows one text, and {len(prompts)} prompts are given: give one, or leave it out")
     pair = load_pair(args)
     answers: list[dict[str, Any]] = []
-    with progress_bar() as bar:
-        task = bar.add_task("answering", total=len(prompts), visible=not args.stream)
-        for start in range(0, len(prompts), args.rows):
-            some = prompts[start : start + args.rows]
-            found = _answer(pair, some, start, args)
-            answers += found
-            bar.advance(task, len(some))
-            for answer in found if not args.stream else []:
-                bar.console.file.flush()
-                print(answer["text"] if len(prompts) == 1 else f"[{len(answers)}] {answer['text']}\n")
-    write_json(args.json, {"environment": environment(pair.target.device, args.words), "answers": answers})
+    result = {"environment": environment(pair.target.device, args.words), "answers": answers}
+    try:
+        with progress_bar() as bar:
+            task = bar.add_task("answering", total=len(prompts), visible=not args.stream)
+            for start in range(0, len(prompts), args.rows):
+                some = prompts[start : start + args.rows]
+                found = _answer(pair, some, start, args)
+                answers += found
+                bar.advance(task, len(some))
+                for number, answer in enumerate(found if not args.stream else [], start + 1):
+                    bar.console.file.flush()
+                    print(answer["text"] if len(prompts) == 1 else f"[{number}] {answer['text']}\n")
+    except KeyboardInterrupt:
+        if not answers:
+            raise
+        write_json(args.json, result)
+        raise Interrupted(
+            f"{len(answers)} of {len(prompts)} answers are kept; still to do: the prompts from number "
+            f"{len(answers) + 1} on"
+        ) from None
+    write_json(args.json, result)
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from . import UsageError, add_json_option, positive_int, write_json
+from . import Interrupted, UsageError, add_json_option, positive_int, write_json
 from .pair import add_answer_options, add_pair_options, add_prompts, add_timing_options, load_pair, progress_bar
 
 
@@ -54,11 +54,16 @@ def run(args: argparse.Namespace) -> int:
         **({"max_verify_tokens": args.max_verify_tokens} if args.max_verify_tokens else {}),
     }
     pair = load_pair(args)
-    with progress_bar() as bar:
-        task = bar.add_task("plain and drafted in turn", total=2 * args.repeats)
-        figures = measure(
-            pair, prompts[: args.rows], options, args.max_new_tokens, args.repeats, lambda: bar.advance(task)
-        )
+    try:
+        with progress_bar() as bar:
+            task = bar.add_task("plain and drafted in turn", total=2 * args.repeats)
+            figures = measure(
+                pair, prompts[: args.rows], options, args.max_new_tokens, args.repeats, lambda: bar.advance(task)
+            )
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "a comparison is whole or nothing, so none was made; fewer --repeats or --max-new-tokens are quicker"
+        ) from None
     verdict = judge(figures)
     console = Console()
     console.print(_shown(figures, verdict))
