@@ -118,12 +118,15 @@ class Bench:
         if self.settings.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def lacking(self, rows: int, context: int) -> str | None:
-        """Why a batch does not fit the device, if it does not."""
+    def lacking(self, rows: int, context: int, caches: int = 1) -> str | None:
+        """
+        Why a batch does not fit the device, if it does not. Eager rounds have caches of their own, beside those that
+        the captured ones keep.
+        """
         if self.settings.device.type != "cuda":
             return None
         block = self.models.block
-        needed = memory_bytes(self.models, rows, context + room_for(block, self.settings.rounds) + block)
+        needed = caches * memory_bytes(self.models, rows, context + room_for(block, self.settings.rounds) + block)
         _, total = torch.cuda.mem_get_info(self.settings.device)
         room = total - sum(t.numel() * t.dtype.itemsize for t in self._weights()) - 6 * 2**30
         if needed <= room:

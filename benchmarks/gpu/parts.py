@@ -81,6 +81,9 @@ def throughput(bench: Bench) -> Iterator[Task]:
             if "static" in settings.modes:
                 yield {**about, "mode": "static"}, partial(_unscheduled, bench, rows, context, bench.models.block)
             for mode in (mode for mode in settings.modes if mode != "static"):
+                if mode == "cap-accept" and (reason := bench.lacking(rows, context, caches=2)):
+                    yield {**about, "mode": mode}, partial(dict, skipped=reason)
+                    continue
                 for profile in settings.profiles:
                     task = partial(_scheduled, bench, rows, context, mode, profile)
                     yield {**about, "mode": mode, "profile": profile}, task
@@ -206,9 +209,9 @@ def _dict(found: Rounds) -> Line:
 # Name: the part, and its seconds on an H200 with the shape of Qwen3-8B, the first compilation aside, as estimated.
 PARTS: dict[str, tuple[Callable[[Bench], Iterator[Task]], int]] = {
     "first-call": (first_call, 10),
-    "verify": (verify, 45),
+    "verify": (verify, 60),
     "round": (one_round, 5),
-    "throughput": (throughput, 240),
+    "throughput": (throughput, 300),
     "peers": (peers, 240),
     "host-gap": (host_gap, 30),
     "draft-length": (draft_length, 20),

@@ -190,17 +190,22 @@ class ForcedAcceptance:
         self._passed[:, :rows] = torch.from_numpy(passed)
         self._survival, self._target_length = confidences.cumprod(axis=2), mean_length(profile, rows, block)
 
-    def expected_length(self, rounds: slice) -> float:
+    def admitted(self, rounds: int) -> np.ndarray:
+        """`(rounds, rows)` drafts that were admitted in the first rounds of the latest call."""
+        return self._admitted[:rounds, : self._survival.shape[1]].cpu().numpy()
+
+    def expected_length(self, numbers: np.ndarray) -> float:
         """
-        Accepted length of these rounds of a call, as it is on average for what was sent, over the tables' luck.
+        Accepted length of some rounds of a call, as it is on average for what was sent, over the tables' luck.
 
         Chance decides little here: drafts that passed are replaced by the survivals of those admitted, and these are
         held against the survivals of whole blocks in the same rounds, whose mean is known.
+
+        Args:
+            numbers (`np.ndarray` of shape `(rounds,)`): Of the rounds, as the clock counts.
         """
-        numbers = np.arange(rounds.start, rounds.stop)
         survival = self._survival[numbers % ROUNDS]  # [rounds, rows, block]
-        admitted = self._admitted[numbers % STAMPS, : survival.shape[1]].cpu().numpy()
-        within = np.arange(survival.shape[2]) < admitted[..., None]
+        within = np.arange(survival.shape[2]) < self.admitted(STAMPS)[numbers][..., None]
         found, whole = ((survival * part).sum(axis=2).mean() for part in (within, 1))
         return float(1 + found * (self._target_length - 1) / whole)
 

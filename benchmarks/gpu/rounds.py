@@ -33,7 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "graph": {"use_cuda_graphs": True},
     "compiled": {"use_cuda_graphs": True, "compile_config": CompileConfig()},
 }
-OUTLIER = 5.0  # times the median: a graph was captured in between, which is no round
+OUTLIER = 5.0  # times the median: something else was in between, such as a capture
 FIRST_ROUNDS = 4  # of a call, which are not counted: graphs are captured, queues fill
 
 
@@ -138,17 +138,18 @@ class Batch:
 
     def _read(self, stamps: np.ndarray, first: int, seconds: float) -> Rounds:
         """
-        The stamps of the last rounds of a call are those of the loop; before them may be some of warming up. A round
-        that the loop began and did not need stands behind them, which moves what is read by one round.
+        A round that the loop began and did not need stands behind the others, which moves what is read by one round.
         """
         stats = self._clock.stats
         together = min(map(len, stats.accepted_lengths), default=0)
-        begin = max(1, len(stamps) - stats.rounds) + first
-        counted = slice(begin, min(len(stamps), begin + together - first))
-        took = np.diff(stamps[counted.start - 1 : counted.stop, JUDGED])
-        if len(took) < 1:
+        real = real_rounds(stamps, self._forced.admitted(len(stamps)))
+        begin = max(1, len(real) - stats.rounds) + first
+        counted = real[begin : begin + together - first]
+        if not len(counted):
             raise RuntimeError(f"Only {together} rounds had all rows in them, of which {first} do not count.")
-        kept = took <= OUTLIER * np.median(took)
+        took = stamps[counted, JUDGED] - stamps[counted - 1, JUDGED]
+        # what came before a round must be one, too: else a graph was captured in between
+        kept = np.isin(counted - 1, real) & (took <= OUTLIER * np.median(took))
         accepted, sent = (
             np.array([row[first:together] for row in lists])
             for lists in (stats.accepted_lengths, stats.verify_lengths)
@@ -157,7 +158,8 @@ class Batch:
 
         def part(begin: int, end: int) -> float | None:
             lasted = (stamps[counted, end] - stamps[counted, begin])[kept]
-            return float(lasted.mean()) if np.isfinite(lasted).all() else None
+            lasted = lasted[np.isfinite(lasted)]  # a schedule may do without drafts
+            return float(lasted.mean()) if len(lasted) else None
 
         mean, length = float(took[kept].mean()), self._forced.expected_length(counted)
         return Rounds(
@@ -173,6 +175,18 @@ class Batch:
             call_seconds=seconds,
             mean_context=self.context + float(before),
         )
+
+
+def real_rounds(stamps: np.ndarray, admitted: np.ndarray) -> np.ndarray:
+    """
+    Numbers of the rounds that are a call's own. A round that warms up for a capture drafts and admits nothing, since
+    none of its rows is alive.
+
+    Args:
+        stamps (`np.ndarray` of shape `(rounds, points)`): Of the clock.
+        admitted (`np.ndarray` of shape `(rounds, rows)`): Drafts of each row.
+    """
+    return np.flatnonzero(np.isnan(stamps[:, DRAFT]) | admitted.any(axis=1))
 
 
 def prompts(models: Models, rows: int, context: int) -> torch.Tensor:

@@ -81,6 +81,13 @@ def test_a_table_of_costs_is_of_the_rounds_it_was_made_of():
             assert table.curve(rows, 0, plain.mean_context)[0] == pytest.approx(plain.seconds)
 
 
+def test_rounds_that_warm_up_are_no_rounds():
+    drafting, plain = [0.1, 0.2, 0.3, 0.4, 0.5], [np.nan, np.nan, 0.3, 0.4, 0.5]
+    stamps = np.array([plain, drafting, drafting, drafting, plain])  # a prompt, a warm-up, two rounds, one of anchors
+    admitted = np.array([[0, 0], [0, 0], [7, 7], [0, 1], [0, 0]])
+    assert rounds.real_rounds(stamps, admitted).tolist() == [0, 2, 3, 4]
+
+
 def test_nothing_is_left_behind():
     before = decoding.accept_greedy, DSparkDrafter._confidence_at, DSparkDrafter.propose
     clock = profiles.RoundClock(torch.device("cpu"))
