@@ -61,7 +61,8 @@ def batched_decoding(
       once the row has ended. One that keeps state is copied for each row.
     - `max_time` is looked at once a round.
     - Where processors leave no token, this is an error; plain greedy decoding goes on with token 0.
-    - Padding between the tokens of a row takes no room in a sliding window. In plain generation it does.
+    - Padding takes no room in a sliding window, nor in a window that compressed attention closes. In plain generation it
+      does.
 
     Args:
         target (`PreTrainedModel`): The model whose distribution is kept.
