@@ -38,12 +38,16 @@ def command(folders, out, *more: str) -> list[str]:
 def test_command(folders, answers, tmp_path, capsys):
     loaded = load_sequences([folders / "answers"], 1024)
     assert all(np.array_equal(a, b) for a, b in zip(loaded.ids, answers.ids, strict=True))
-    assert main(command(folders, tmp_path / "out", "--json", str(tmp_path / "result.json"))) == 0
+    more = ["--json", str(tmp_path / "result.json"), "--cache", str(tmp_path / "states")]
+    assert main(command(folders, tmp_path / "out", *more)) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert 1 <= result["held_out_accepted_length"] <= 4
     assert len(result["held_out_acceptance_by_position"]) == 3
     assert result["answers"] == len(answers) - len(answers) // 10
-    assert "held-out accepted length" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "held-out accepted length" in said
+    assert "hidden states of " in said
+    assert list((tmp_path / "states").glob("*.bin"))
     drafter = DSparkDrafter.from_pretrained(tmp_path / "out")
     assert drafter.config.block_size == 3
     assert drafter.dtype == torch.bfloat16
@@ -115,6 +119,7 @@ def test_a_stopped_run_goes_on(folders, tmp_path, monkeypatch, capsys):
         (["--device", "toaster"], "--device toaster is no device"),
         (["--lora", "4"], "--lora 4 adapts a trained drafter: name it with --from"),
         (["--lora", "0"], "argument --lora: '0'"),
+        (["--cache", "states", "--shard-target"], "state_cache and shard_target exclude each other"),
         (["--layout", "B"], "invalid choice: 'B'"),
         (["--from", "./nowhere"], "nowhere"),
     ],

@@ -92,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--decode", action="store_true", help="decode held-out prompts instead of replaying answers")
     means.add_argument("--compile-target", action="store_true", help="compile the target's forward")
     means.add_argument("--shard-target", action="store_true", help="over the processes of `accelerate launch`")
+    means.add_argument("--cache", type=Path, metavar="DIR", help="keep the target's hidden states here; much disk")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the target (default: bfloat16 on cuda)")
     add_json_option(parser)
@@ -116,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
     train_set, held_out = split(load_sequences(args.answers, args.max_length), args.held_out, args.seed)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16 if low else torch.float32)
     drafter = _drafter(args, target, train_set)
+    if args.cache:
+        _announce_cache(args.cache, drafter, target, train_set)
     model: Any = drafter
     if args.lora:
         from ..training.adapters import with_lora
@@ -199,6 +202,7 @@ def _arguments(args: argparse.Namespace, device: torch.device, low: bool) -> DSp
         activation_checkpointing=args.checkpoint_layers,
         compile_target=args.compile_target,
         shard_target=args.shard_target,
+        state_cache=str(args.cache) if args.cache else None,
         seed=args.seed,
         use_cpu=device.type == "cpu",
         report_to="none",
@@ -228,9 +232,19 @@ def _drafter(args: argparse.Namespace, target: Any, train_set: Any) -> DSparkDra
     return new_drafter(target, shape, train_set, args.seed)
 
 
+def _announce_cache(folder: Path, drafter: DSparkDrafter, target: Any, train_set: Any) -> None:
+    """Says how much room the hidden states will take, and refuses a disk that has less."""
+    from ..training.state_cache import cache_bytes, check_room
+
+    tokens = sum(map(len, train_set.ids))
+    needed = cache_bytes(drafter.config, tokens, target.dtype)
+    print(f"hidden states of {tokens:,} tokens: {needed / 2**30:.2f} GiB in {folder} before compression", flush=True)
+    check_room(folder, needed)
+
+
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The options that decide what is learned, as the command line has them."""
-    others = ("out", "json", "words", "command", "device", "compile_target", "shard_target")
+    others = ("out", "json", "words", "command", "device", "compile_target", "shard_target", "cache")
     return {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items() if name not in others} | {
         "answers": [str(folder) for folder in args.answers]
     }

@@ -66,6 +66,7 @@ class DSparkTrainingArguments(TrainingArguments):
             in float32 and computes in bfloat16.
         compile_target (`bool`): Compile the target's forward for training.
         shard_target (`bool`): Spread the target's layers over all processes, for one that does not fit a device.
+        state_cache (`str`, *optional*): Folder that keeps the target's hidden states, so that they are computed once.
 
     Raises:
         ValueError: a value outside its range.
@@ -103,6 +104,7 @@ class DSparkTrainingArguments(TrainingArguments):
     pure_bf16: bool = False
     compile_target: bool = False
     shard_target: bool = False
+    state_cache: str | None = None
 
     def __post_init__(self) -> None:
         positive: tuple[str, ...] = (
@@ -133,6 +135,8 @@ class DSparkTrainingArguments(TrainingArguments):
                 wrong.append(f"{name}={value!r} must be one of {allowed}")
         if self.pure_bf16 and self.bf16:
             wrong.append("pure_bf16=True and bf16=True exclude each other: give one of them")
+        if self.state_cache is not None and self.shard_target:
+            wrong.append("state_cache and shard_target exclude each other: give one of them")
         if wrong:
             raise ValueError(f"Training arguments: {'; '.join(wrong)}.")
         if self.lr_scheduler_type == "cosine_with_min_lr" and not self.lr_scheduler_kwargs:

@@ -26,6 +26,7 @@ from .losses import loss_sums
 from .objective import Objective
 from .optimizer import MuonWithAdamW
 from .pace import Pace, share_of_peak
+from .state_cache import StateCache, cache_facts
 
 
 # Without cuDNN's: that one makes a new plan for each shape, which takes longer than the whole step.
@@ -89,6 +90,10 @@ class DSparkTrainer(Trainer):
                 "A drafter is small and is not sharded: launch without FSDP or DeepSpeed, and give shard_target=True "
                 "if the target does not fit one device."
             )
+        self.cache: StateCache | None = None
+        if args.state_cache is not None:
+            facts = cache_facts(target, self.drafter.config.target_layer_ids)
+            self.cache = StateCache(args.state_cache, facts, args.process_index)
         self._place_target()
         self.drafter.bind_target(target)
         self.add_callback(Pace(args.max_seconds, args.save_seconds, args.evaluations))
@@ -174,7 +179,10 @@ class DSparkTrainer(Trainer):
             anchors, keep = sample_anchors(mask, args.anchors, generators)
             form = config.block_size, config.mask_token_id, config.first_draft_row
             blocks = pack_blocks(ids, mask, anchors, keep, *form)
-        return {"input_ids": batch["input_ids"], "blocks": blocks}
+        found = {"input_ids": batch["input_ids"], "blocks": blocks}
+        if self.cache is not None:
+            found["lengths"] = batch.get("lengths") or _lengths(batch["loss_mask"])
+        return found
 
     # ---- a step
 
@@ -190,18 +198,23 @@ class DSparkTrainer(Trainer):
         step over all processes; gradients are averaged over these, so each counts as often as there are processes.
         """
         device, processes = self.args.device, self.accelerator.num_processes
-        blocks: Blocks = self.with_blocks(inputs)["blocks"].to(device)
+        inputs = self.with_blocks(inputs)
+        blocks: Blocks = inputs["blocks"].to(device)
         with sdpa_kernel(ATTENTION):
             with torch.no_grad():
-                states = target_states(
-                    self.target, inputs["input_ids"], self.drafter.config.target_layer_ids, self.target_backbone
-                )
+                if self.cache is None:
+                    states = self._states(inputs["input_ids"])
+                else:
+                    states = self.cache.states(inputs["input_ids"], inputs["lengths"], self._states)
             taps, last_hidden = (state.to(device) for state in states)
             denominator = None if num_items_in_batch is None else num_items_in_batch / processes
             with self.accelerator.autocast():
                 loss = self.objective(taps, last_hidden, blocks, denominator, backbone=model)
         self._parts += torch.stack([getattr(loss, name).detach() for name in PARTS])
         return (loss.total, loss) if return_outputs else loss.total
+
+    def _states(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return target_states(self.target, input_ids, self.drafter.config.target_layer_ids, self.target_backbone)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """What `drafter_optimizer` says."""
@@ -280,6 +293,12 @@ class DSparkTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+def _lengths(loss_mask: torch.Tensor) -> list[int]:
+    """Tokens of each row up to the last one that is learned; nothing behind it matters."""
+    places = torch.arange(1, loss_mask.shape[1] + 1, device=loss_mask.device)
+    return ((loss_mask > 0) * places).amax(dim=1).clamp(min=1).tolist()
 
 
 __all__ = ["DSparkTrainer"]
