@@ -64,6 +64,7 @@ def main() -> int:
     parser.add_argument("--costs", type=Path, required=True, metavar="FILE", help="table of `dspark profile`")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], metavar="N")
     parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the rounds that went to a file")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     prompts = [turns[0] for turns in read_conversations(args.prompts, max(args.rows))]
@@ -80,7 +81,8 @@ def main() -> int:
 
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        callbacks = {"statistics": RoundStatistics(), "file": TraceFile(Path(folder) / "rounds.jsonl")}
+        file = TraceFile(args.trace or Path(folder) / "rounds.jsonl")
+        callbacks = {"statistics": RoundStatistics(), "file": file}
         for rows in args.rows:
             for temperature in (0.0, 1.0):
                 for name, callback in callbacks.items():

@@ -40,7 +40,7 @@ def test_each_verdict(change, limit, figure, option):
     assert verdict.limit == limit
     first, second, third = verdict.sentences
     assert "3.00x" in first
-    assert limit in second
+    assert limit in second.lower()
     assert figure in second
     assert option in third
 

@@ -92,9 +92,9 @@ def judge(figures: SpeedFigures) -> Verdict:
         f"row{'s' if figures.rows > 1 else ''}: {figures.speed_up:.2f}x."
     )
     gain = f"; without this limit decoding would be {found[limit]:.2f}x as fast" if limit in found else ""
-    return Verdict(
-        limit, found, (first, f"Limit: {limit} - {_evidence(limit, figures)}{gain}.", _advice(limit, figures))
-    )
+    named = "Nothing limits it much" if limit == "nothing" else f"The limit is {limit}"
+    second = f"{named}: {_evidence(limit, figures)}{gain}."
+    return Verdict(limit, found, (first, second, _advice(limit, figures)))
 
 
 def _evidence(limit: str, figures: SpeedFigures) -> str:
@@ -115,9 +115,10 @@ def _evidence(limit: str, figures: SpeedFigures) -> str:
 def _advice(limit: str, figures: SpeedFigures) -> str:
     tokens = max(1, round(figures.accepted_length))
     cheaper = (
-        f"Try max_verify_tokens={tokens}, near what passes."
+        f"Try max_verify_tokens={tokens} (--max-verify-tokens {tokens}), near what passes."
         if figures.scheduled
-        else "Try step_cost_table=FILE from `dspark profile`, which sends only tokens that pay."
+        else "Try a table of `dspark profile`, with which only tokens that pay are sent: step_cost_table=FILE "
+        "(--costs FILE)."
     )
     return {
         "drafter acceptance": "Try a drafter trained on answers to your own prompts: `dspark data answers`, then "
