@@ -94,12 +94,13 @@ class DSparkAttention(nn.Module):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
         gemma4 = config.backbone_type == "gemma4"
         self.scaling = 1.0 if gemma4 else self.head_dim**-0.5
         width, bias, eps = config.hidden_size, config.attention_bias, config.rms_norm_eps
         inner, kv_inner = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(width, inner, bias=bias)
+        self.gated = config.backbone_type == "qwen3_5"  # behind its query each head has a gate on what it mixes
+        self.q_proj = nn.Linear(width, 2 * inner if self.gated else inner, bias=bias)
         self.k_proj = nn.Linear(width, kv_inner, bias=bias)
         self.v_proj = None if gemma4 and config.attention_k_eq_v else nn.Linear(width, kv_inner, bias=bias)
         self.o_proj = nn.Linear(inner, width, bias=bias)
@@ -121,8 +122,8 @@ class DSparkAttention(nn.Module):
         Mixes `(rows, n, hidden)` block states; `mask` is True where a query may look, `None` shows all, and a function
         attends itself: of queries, keys, values and scale it makes what they mix to, all `(rows, heads, n, head_dim)`.
         """
-        raw = self.q_norm(self.q_proj(states).view(*states.shape[:-1], -1, self.head_dim))
-        queries = _rotated(raw, *cos_sin).transpose(1, 2)
+        raw, *gates = self.q_proj(states).unflatten(-1, (self.num_heads, -1)).split(self.head_dim, dim=-1)
+        queries = _rotated(self.q_norm(raw), *cos_sin).transpose(1, 2)
         keys, values = join(*self.keys_values(states, cos_sin))
         rows, heads, length, dim = queries.shape
         group, sinks = heads // keys.shape[1], self.attention_sink_bias
@@ -140,7 +141,10 @@ class DSparkAttention(nn.Module):
                 mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scaling)
             else:
                 mixed = _attention_with_sinks(queries * self.scaling, keys, values, mask, sinks)
-        return self.o_proj(mixed.reshape(rows, heads, length, dim).transpose(1, 2).reshape(rows, length, -1))
+        mixed = mixed.reshape(rows, heads, length, dim).transpose(1, 2)
+        for gate in gates:
+            mixed = mixed * gate.sigmoid()
+        return self.o_proj(mixed.reshape(rows, length, -1))
 
 
 class DSparkRotaryEmbedding(nn.Module):
@@ -173,7 +177,8 @@ class DSparkRotaryEmbedding(nn.Module):
 
     @staticmethod
     def compute_default_rope_parameters(config: DSparkConfig, **kwargs: Any) -> tuple[torch.Tensor, float]:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
+        size = config.rotary_size
+        exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / ((config.rope_parameters or {})["rope_theta"] ** exponents), 1.0
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DSparkRotaryEmbedding:
@@ -278,9 +283,14 @@ def _attention_with_sinks(
 
 
 def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Applies the rotary embedding to `(rows, n, heads, head_dim)` with `(rows, n, head_dim)` angles."""
+    """
+    Applies the rotary embedding to `(rows, n, heads, head_dim)` with `(rows, n, size)` angles: the first `size`
+    channels of a head turn.
+    """
+    states, still = states.split((cos.shape[-1], states.shape[-1] - cos.shape[-1]), dim=-1)
     first, second = states.chunk(2, dim=-1)
-    return states * cos.unsqueeze(2) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(2)
+    turned = states * cos.unsqueeze(2) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(2)
+    return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned
 
 
 __all__ = [

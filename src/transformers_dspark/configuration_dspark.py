@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 
 SPARSE = "deepseek_v4"
-BACKBONES = ("qwen3", "gemma4", SPARSE)
+BACKBONES = ("qwen3", "qwen3_5", "gemma4", SPARSE)
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW_STARTS = ("query", "anchor")
@@ -105,9 +105,11 @@ class DSparkConfig(PreTrainedConfig):
         hidden_size (`int`): Width of the drafter and of the target's embedding and head, which it shares.
         intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`): Geometry of
             the backbone; `num_attention_heads * head_dim` need not equal `hidden_size`.
-        backbone_type (`str`): `"qwen3"` (pre-norm, QK-norm), `"gemma4"` (sandwich norms, value norm, layer scalar,
-            attention scaling 1) or `"deepseek_v4"` (stages of DeepSeek-V4: several residual streams, experts, one
-            latent head of keys that are the values as well; its heads read states before the final norm).
+        backbone_type (`str`): `"qwen3"` (pre-norm, QK-norm), `"qwen3_5"` (the same with gates beside the queries, and
+            heads of which only the first channels turn, `partial_rotary_factor` of them), `"gemma4"` (sandwich norms,
+            value norm, layer scalar, attention scaling 1) or `"deepseek_v4"` (stages of DeepSeek-V4: several residual
+            streams, experts, one latent head of keys that are the values as well; its heads read states before the
+            final norm).
         backbone_config (`dict`, *optional*): What only `"deepseek_v4"` has, as in Transformers' `DeepseekV4Config`:
             ranks of the projections, streams, experts and their router. `intermediate_size` is that of an expert.
         attention_k_eq_v (`bool`): Gemma4 only: values are the un-normed keys; there is no value projection.
@@ -251,6 +253,8 @@ class DSparkConfig(PreTrainedConfig):
             problems.append(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}")
         if self.head_dim % 2:
             problems.append(f"head_dim={self.head_dim} must be even for a rotary embedding")
+        if self.rotary_size < 2 or self.rotary_size % 2 or self.rotary_size > self.head_dim:
+            problems.append(f"partial_rotary_factor leaves {self.rotary_size} channels of a head, which must be even")
         if self.backbone_type not in BACKBONES:
             problems.append(f"backbone_type={self.backbone_type!r} must be one of {BACKBONES}")
         if rank < 0:
@@ -315,8 +319,6 @@ class DSparkConfig(PreTrainedConfig):
             problems.append(f"layer_types={self.layer_types} must be {SLIDING} throughout with this backbone")
         if self.markov_rank and self.markov_head_type != "vanilla":
             problems.append(f"markov_head_type={self.markov_head_type!r} must be 'vanilla' with this backbone")
-        if self.rotary_size < 2 or self.rotary_size % 2 or self.rotary_size > self.head_dim:
-            problems.append(f"partial_rotary_factor leaves {self.rotary_size} channels of a head, which must be even")
         return problems
 
     def shorten(self, block_size: int) -> None:
@@ -343,8 +345,10 @@ class DSparkConfig(PreTrainedConfig):
 
     @property
     def rotary_size(self) -> int:
-        """Channels of a head of the sparse backbone that turn, the last ones."""
-        return int(self.head_dim * (self.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+        """Channels of a head that turn: the first ones, or with the sparse backbone the last ones."""
+        partial = self.is_sparse or self.backbone_type == "qwen3_5"
+        factor = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0) if partial else 1.0
+        return int(self.head_dim * factor)
 
     @property
     def num_draft_tokens(self) -> int:

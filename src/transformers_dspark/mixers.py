@@ -151,7 +151,8 @@ def mixer_arguments(
     Raises:
         NotImplementedError: it is given more to read than these.
     """
-    named = {name: value for name, value in kwargs.items() if name not in _PACKED and not isinstance(value, Cache)}
+    packed = _PACKED | ({"position_embeddings"} - inspect.signature(type(mixer).forward).parameters.keys())
+    named = {name: value for name, value in kwargs.items() if name not in packed and not isinstance(value, Cache)}
     hidden = named.pop("hidden_states") if "hidden_states" in named else args[0]
     if any(isinstance(value, (torch.Tensor, tuple)) for value in (*args[1:], *named.values())):
         raise NotImplementedError(

@@ -116,11 +116,6 @@ class _JoinedKeys:
 class DSparkSparseRotaryEmbedding(DSparkRotaryEmbedding):
     """Angles of the channels that turn; neighbouring ones turn together, so there is one for each pair."""
 
-    @staticmethod
-    def compute_default_rope_parameters(config: DSparkConfig, **kwargs: Any) -> tuple[torch.Tensor, float]:
-        exponents = torch.arange(0, config.rotary_size, 2, dtype=torch.float) / config.rotary_size
-        return 1.0 / ((config.rope_parameters or {})["rope_theta"] ** exponents), 1.0
-
     def forward(self, like: torch.Tensor, position_ids: torch.Tensor) -> KeysValues:
         """Cosines and sines `(rows, n, rotary_size / 2)` at `(rows, n)` positions."""
         cos, sin = super().forward(like, position_ids)

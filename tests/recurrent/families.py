@@ -21,6 +21,22 @@ DELTA = {
 ROUTED = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
 MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 NO_ATTENTION = {k: v for k, v in BASE.items() if k not in ("num_attention_heads", "num_key_value_heads")}
+MAMBA1 = {k: v for k, v in NO_ATTENTION.items() if k not in ("intermediate_size", "max_position_embeddings")}
+LATENT = {
+    **BASE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": KINDS,
+}
 
 
 def _make(name: str, config: str, **options: object) -> Callable[[], PreTrainedModel]:
@@ -84,5 +100,103 @@ RECURRENT = {
         mamba_n_heads=8,
         mamba_d_head=8,
         mamba_expand=2,
+    ),
+    "lfm2-moe": _make(
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        **BASE,
+        **EXPERTS,
+        num_experts=4,
+        num_dense_layers=1,
+        layer_types=["conv", "full_attention", "conv"],
+    ),
+    "lfm3": _make(
+        "Lfm3ForCausalLM",
+        "Lfm3Config",
+        **BASE,
+        head_dim=8,
+        sliding_window=6,
+        layer_types=["conv", "sliding_attention", "conv"],
+    ),
+    "bamba": _make(
+        "BambaForCausalLM",
+        "BambaConfig",
+        **BASE,
+        **MAMBA,
+        attn_layer_indices=[1],
+        mamba_n_heads=8,
+        mamba_d_head=8,
+    ),
+    "olmo-hybrid": _make(
+        "OlmoHybridForCausalLM", "OlmoHybridConfig", **BASE, **{k: v for k, v in DELTA.items() if k != "head_dim"}
+    ),
+    "lara-mini": _make("LaraMiniForCausalLM", "LaraMiniConfig", **BASE, **DELTA),
+    "kimi-linear": _make("KimiLinearForCausalLM", "KimiLinearConfig", **LATENT, linear_head_dim=8, linear_num_heads=4),
+    "bailing-hybrid": _make(
+        "BailingHybridForCausalLM", "BailingHybridConfig", **LATENT, head_dim=8, first_k_dense_replace=1
+    ),
+    "zaya": _make("ZayaForCausalLM", "ZayaConfig", **BASE),
+    # mixers that have to be given one token at a time
+    "mamba": _make("MambaForCausalLM", "MambaConfig", **MAMBA1, state_size=8),
+    "falcon-mamba": _make("FalconMambaForCausalLM", "FalconMambaConfig", **MAMBA1, state_size=8),
+    "jamba": _make(
+        "JambaForCausalLM",
+        "JambaConfig",
+        **BASE,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        mamba_d_state=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "zamba": _make(
+        "ZambaForCausalLM",
+        "ZambaConfig",
+        **{**BASE, "num_key_value_heads": 4, "num_hidden_layers": 4},
+        mamba_d_state=8,
+        n_mamba_heads=2,
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+    ),
+    "zamba2": _make(
+        "Zamba2ForCausalLM",
+        "Zamba2Config",
+        **BASE,
+        layers_block_type=["mamba", "hybrid", "mamba"],
+        mamba_d_state=8,
+        mamba_ngroups=1,
+        n_mamba_heads=8,
+        chunk_size=8,
+        adapter_rank=4,
+    ),
+}
+LOCAL = {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"], "head_dim": 8}
+INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
+# families that stay out, and words of the reason
+REFUSED = {
+    "recurrent-gemma": (
+        _make("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", **BASE, **LOCAL),
+        "outside the cache",
+    ),
+    "rwkv": (
+        _make("RwkvForCausalLM", "RwkvConfig", vocab_size=64, hidden_size=32, num_hidden_layers=3),
+        "outside the cache",
+    ),
+    "xlstm": (
+        _make("xLSTMForCausalLM", "xLSTMConfig", vocab_size=64, hidden_size=32, num_hidden_layers=3, num_heads=4),
+        "outside the cache",
+    ),
+    "inkling": (_make("InklingForCausalLM", "InklingTextConfig", **COMMON), "in 4 modules"),
+    "inkling2": (_make("Inkling2ForCausalLM", "Inkling2TextConfig", **COMMON), "in 4 modules"),
+    "qwen4-exp": (
+        _make(
+            "Qwen4ExpForCausalLM",
+            "Qwen4ExpTextConfig",
+            **{k: v for k, v in BASE.items() if k != "intermediate_size"},
+            **DELTA,
+            **ROUTED,
+            **INDEXER,
+            indexer_compress_ratio=4,
+        ),
+        "indexed_attention",
     ),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..configuration_dspark import SLIDING, DSparkConfig
-from .fields import attention, flattened, layout, rotary
+from .fields import attention, flattened, layout, partial_rotary, rotary
 from .files import OpenedCheckpoint
 from .tensors import (
     EMBEDDING,
@@ -127,11 +127,17 @@ def convert(
 
 
 def _qwen3(flat: Fields, tensors: Mapping[str, torch.Tensor]) -> Fields:
+    head_dim = flat.get("head_dim") or head_dim_of(tensors)
+    queries = tensors.get("layers.0.self_attn.q_proj.weight")
+    # Qwen3.5's own layers: a head's query and its gate are one projection
+    gated = bool(flat.get("enable_qwen35_gated_q_proj")) or (
+        queries is not None and head_dim is not None and len(queries) == 2 * flat["num_attention_heads"] * head_dim
+    )
     return {
-        "backbone_type": "qwen3",
+        "backbone_type": "qwen3_5" if gated else "qwen3",
         "hidden_act": flat.get("hidden_act", "silu"),
-        "head_dim": flat.get("head_dim") or head_dim_of(tensors),
-        "rope_parameters": rotary(flat),
+        "head_dim": head_dim,
+        "rope_parameters": rotary(flat) | ({"partial_rotary_factor": partial_rotary(flat)} if gated else {}),
     }
 
 

@@ -147,4 +147,10 @@ def rotary(flat: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"rope_theta": theta, "rope_type": kind}
 
 
-__all__ = ["attention", "flattened", "layout", "rotary"]
+def partial_rotary(flat: Mapping[str, Any]) -> float:
+    """The part of a head's channels that turn in layers of Qwen3.5; without a word about it, as in its models."""
+    rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
+    return rope.get("partial_rotary_factor") or flat.get("partial_rotary_factor") or 0.25
+
+
+__all__ = ["attention", "flattened", "layout", "partial_rotary", "rotary"]

@@ -11,7 +11,6 @@ _NEUTRAL = {
     "quantization_config": None,
     "attention_value_scale": 1.0,
     "enable_moe_block": False,
-    "enable_qwen35_gated_q_proj": False,
     "hidden_size_per_layer_input": 0,
     "log_snr_conditioning": False,
     "num_kv_shared_layers": 0,

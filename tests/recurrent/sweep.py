@@ -1,0 +1,182 @@
+"""
+Greedy generation with a drafter against plain decoding on tiny targets with recurrent state: tokens, and after each
+round the states. Rejection is forced at every slot of a block in turn.
+
+    python -m tests.recurrent.sweep --json benchmarks/results/recurrent_identity.json [FAMILY ...]
+
+100 prompts of each family alone and 100 in batches of 5; blocks of 1 to 8 take turns, or all serve each prompt
+(`--every-block`). Families that the file already has are left out, so that a run can be continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from tests.batch.conftest import BatchLab, ragged, texts_of
+from transformers_dspark import DSparkGenerationConfig, GenerationStats
+from transformers_dspark.decoding import _Batch
+
+from .families import RECURRENT
+
+
+NEW_TOKENS = 24
+
+
+class RecurrentLab(BatchLab):
+    def target(self, kind="llama", **changes):
+        if kind in RECURRENT and kind not in self.targets:
+            torch.manual_seed(0)
+            self.targets[kind] = RECURRENT[kind]().eval()
+        return self.targets[kind] if kind in RECURRENT else super().target(kind, **changes)
+
+
+class Watched:
+    """The batched loop, with the states of all rows compared after every round."""
+
+    def __init__(self, plain_states: list[list[dict]] | None) -> None:
+        self._plain, self.gap, self.compared, self.rejected = plain_states, 0.0, 0, set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While it lasts, the batched loop's rounds are followed by a comparison."""
+        play = _Batch.round
+
+        def round_and_compare(batch: _Batch) -> list[list[int]]:
+            tokens = play(batch)
+            self._compare(batch)
+            return tokens
+
+        with mock.patch.object(_Batch, "round", round_and_compare):
+            yield
+
+    def reject(self, stats: GenerationStats) -> None:
+        """Notes the slots at which drafts were rejected."""
+        for sent, accepted in zip(stats.verify_lengths, stats.accepted_lengths, strict=True):
+            self.rejected |= {tokens - 1 for width, tokens in zip(sent, accepted, strict=True) if tokens <= width}
+
+    def _compare(self, batch: _Batch) -> None:
+        if self._plain is None:
+            return
+        for place in range(batch.live):
+            length = batch.cache.lengths[place]
+            expected = self._plain[batch.places[place]][length]
+            for index, layer in batch.cache.recurrent.states(place, length).items():
+                for name, states in expected[index].items():
+                    for number, state in states.items():
+                        self.gap = max(self.gap, gap_between(getattr(layer, name)[number], state))
+                        self.compared += 1
+
+
+@torch.no_grad()
+def plain_states(target: PreTrainedModel, prompt: list[int], text: list[int]) -> dict[int, dict]:
+    """States of plain decoding behind the prompt and behind each later token, by number of tokens and layer."""
+    cache, states = DynamicCache(config=target.config), {}
+    for done in range(len(prompt), len(text)):
+        ids = prompt if done == len(prompt) else text[done - 1 : done]
+        positions = torch.arange(done - len(ids), done)[None]
+        target(torch.tensor([ids]), position_ids=positions, cache=cache, use_cache=True)
+        states[done] = states_of(cache)
+    return states
+
+
+def states_of(cache: DynamicCache) -> dict[int, dict]:
+    return {
+        index: {
+            name: {n: state.clone() for n, state in getattr(layer, name).items() if state is not None}
+            for name in ("conv_states", "recurrent_states")
+        }
+        for index, layer in enumerate(cache.layers)
+        if hasattr(layer, "conv_states")
+    }
+
+
+@torch.no_grad()
+def gap_of_forms(target: PreTrainedModel, text: list[int], after: dict[int, dict]) -> float:
+    """How far the states of plain decoding are from those of the same target that reads a text at once."""
+    cache = DynamicCache(config=target.config)
+    target(torch.tensor([text]), position_ids=torch.arange(len(text))[None], cache=cache, use_cache=True)
+    return max(
+        gap_between(state, after[index][name][number])
+        for index, names in states_of(cache).items()
+        for name, states in names.items()
+        for number, state in states.items()
+    )
+
+
+def gap_between(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """As `torch.testing.assert_close` measures it with equal relative and absolute bounds."""
+    return float(((found - expected).abs() / (1 + expected.abs())).max())
+
+
+def sweep(lab: RecurrentLab, kind: str, prompts: dict[int, int], every_block: bool, compared: int) -> dict:
+    """
+    Args:
+        prompts (`dict[int, int]`): By rows of a batch, how many prompts.
+        every_block (`bool`): Each prompt is served with blocks of 1 to 8, or they take turns.
+        compared (`int`): States are compared for every so manieth batch.
+    """
+    target, largest = lab.target(kind), 8
+    figures = {"calls": 0, "prompts": 0, "other_tokens": 0, "states": 0, "largest_gap": 0.0, "gap_of_plain_forms": 0.0}
+    rejected = {block: set() for block in range(1, largest + 1)}
+    for rows, count in prompts.items():
+        for seed in range(count // rows):
+            ids, mask = ragged(rows, seed=seed)
+            greedy = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+            plain = target.generate(ids, attention_mask=mask, **greedy)
+            texts, states = texts_of(plain, mask), None
+            if seed % compared == 0:
+                states = [plain_states(target, text[:-NEW_TOKENS], text) for text in texts]
+                gaps = [
+                    gap_of_forms(target, text[:-1], after[len(text) - 1])
+                    for text, after in zip(texts, states, strict=True)
+                ]
+                figures["gap_of_plain_forms"] = max(figures["gap_of_plain_forms"], *gaps)
+            for block in range(1, largest + 1) if every_block else [1 + seed % largest]:
+                drafter = lab.knowing(texts, block_size=block)
+                drafter.rounds = seed // largest  # begins with another slot
+                watched = Watched(states)
+                config = DSparkGenerationConfig(dspark_loop="batched", return_dict_in_generate=True, **greedy)
+                with watched.watching():
+                    output = target.generate(
+                        ids, attention_mask=mask, assistant_model=drafter, generation_config=config
+                    )
+                watched.reject(output.dspark)
+                figures["calls"] += 1
+                figures["prompts"] += rows
+                figures["other_tokens"] += int((output.sequences != plain).sum())
+                figures["states"] += watched.compared
+                figures["largest_gap"] = max(figures["largest_gap"], watched.gap)
+                rejected[block] |= watched.rejected
+    every = [block for block, slots in rejected.items() if slots == set(range(block))]
+    return figures | {"blocks_rejected_at_every_slot": every}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tokens and states of recurrent targets against plain decoding.")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="(default: all)")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=100, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--every-block", action="store_true", help="blocks of 1 to 8 for each prompt: 8 times as long")
+    args = parser.parse_args()
+    results = json.loads(args.json.read_text()) if args.json.exists() else {}
+    lab = RecurrentLab()
+    for kind in args.families or RECURRENT:
+        if kind in results:
+            continue
+        began = time.perf_counter()
+        results[kind] = sweep(lab, kind, {1: args.prompts, 5: args.prompts}, args.every_block, compared=5)
+        print(f"{kind}: {results[kind]}, {time.perf_counter() - began:.0f} s", flush=True)
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
