@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import transformers_dspark
 from tests.batch.conftest import BatchDrafter, FixedTable, texts_of
-from tests.deepseek_v4.tiny import DRAFTER, VOCABULARY, stage_tensors, tiny_target, write_checkpoint
+from tests.deepseek_v4.tiny import DRAFTER, HIDDEN, VOCABULARY, stage_tensors, tiny_target, write_checkpoint
 from transformers_dspark import DSparkDrafter, DSparkGenerationConfig
 from transformers_dspark.cache import RaggedCache
 from transformers_dspark.profiling import time_steps
@@ -228,12 +228,15 @@ def plain_texts(shape, rows, count, seed):
     return target.generate(prompts(rows, start + 3 * seed, seed=seed), do_sample=False, max_new_tokens=count)
 
 
-def check_greedy(knowing, shape, block, loop, batches, rows=20, count=16):
+def check_greedy(knowing, shape, block, loop, batches, rows=20, count=12, stages=True):
+    """Without its stages a drafter is quicker, and its drafts come from the script anyway."""
     target, accepted = target_of(shape), set()
     for seed in range(batches):
         plain = plain_texts(shape, rows, count, seed)
         config = greedy(count, dspark_loop=loop, return_dict_in_generate=True)
         drafter = knowing(plain.tolist(), block, shape)
+        if not stages:
+            drafter.block_states = lambda anchors, *args: torch.zeros(len(anchors), block, HIDDEN)
         for texts in [plain] if loop == "batched" else plain.split(1):
             ours = target.generate(texts[:, :-count], assistant_model=drafter, generation_config=config)
             assert torch.equal(ours.sequences, texts)
@@ -254,7 +257,9 @@ def test_greedy(knowing, shape, block, loop):
 @pytest.mark.parametrize("block", range(1, 6))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_hundred_prompts(knowing, shape, block, loop):
-    check_greedy(knowing, shape, block, loop, batches=10)
+    """Forty for one prompt at a time where the shape is not the first."""
+    batches = 10 if loop == "batched" or shape == "mixed" else 2
+    check_greedy(knowing, shape, block, loop, batches, stages=False)
 
 
 @pytest.mark.parametrize("loop", ["batched", "transformers"])
