@@ -12,6 +12,8 @@ from transformers import (
     DeepseekV4Config,
     Gemma3Config,
     GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 from transformers.generation import utils
@@ -170,3 +172,24 @@ def test_rebind_leaves_everything_as_it_was():
     assert dict(vars(utils)) == before
     with pytest.raises(RuntimeError, match="no_such_name"):
         _compat.rebind(loop, no_such_name=marker)
+
+
+def test_hooks_are_seen():
+    module = torch.nn.Linear(1, 1)
+    assert not _compat.has_hooks(module)
+    for register in (module.register_forward_hook, module.register_forward_pre_hook):
+        handle = register(lambda *args: None)
+        assert _compat.has_hooks(module)
+        handle.remove()
+    with torch.no_grad():
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=1, num_hidden_layers=1))
+        model(torch.ones(1, 1, dtype=torch.long), output_hidden_states=True)
+    assert not any(map(_compat.has_hooks, model.modules()))
+
+
+def test_one_build_for_all_shapes():
+    from torch.fx.experimental import _config
+
+    with _compat.one_build_for_all_shapes():
+        assert not _config.use_duck_shape
+    assert _config.use_duck_shape

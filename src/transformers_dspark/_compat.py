@@ -1,4 +1,4 @@
-"""The private and undocumented names of Transformers that this package relies on.
+"""The private and undocumented names of Transformers and PyTorch that this package relies on.
 
 Each entry says who needs it, why, and what would make it superfluous; `tests/test_compat.py` fails when one changes.
 Code uses them through this module, with one exception: the flat `*_dspark.py` files, which travel without it. Theirs
@@ -11,6 +11,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 
@@ -130,6 +131,25 @@ def own_attention(module: Any) -> Callable[..., tuple[Any, Any]]:
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
+def one_build_for_all_shapes() -> AbstractContextManager[Any]:
+    """
+    While it lasts, PyTorch's compiler does not take two sizes for one because they were equal once; `target` compiles
+    a model for any number of rows, tokens and entries. Superfluous when `torch.compile` has an option for it.
+    """
+    from torch.fx.experimental import _config
+
+    return _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]  # made when the module is loaded
+
+
+def has_hooks(module: Any) -> bool:
+    """
+    Whether someone watches or changes the forward of this module, for `captured`; only setters are public. Those with
+    which Transformers collects hidden states stay on a model for good and do not count.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks)
+
+
 def forget(mapping: Any, key: Any) -> None:
     """Undoes `register` of an Auto class for `integration`, which has no public counterpart."""
     mapping._extra_content.pop(key, None)
@@ -145,8 +165,10 @@ __all__ = [
     "attention_implementations",
     "forget",
     "generation_defaults",
+    "has_hooks",
     "keeps_recurrent_state",
     "learns_prompt",
+    "one_build_for_all_shapes",
     "own_attention",
     "rebind",
     "unassisted_mode",

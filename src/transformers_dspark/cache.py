@@ -8,6 +8,7 @@ rows, sampling or prompts.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -189,6 +190,20 @@ class RaggedCache(Cache):
     def lengths(self) -> list[int]:
         """Entries of each row."""
         return self.context.lengths
+
+    def restart(self, rows: int) -> None:
+        """Forgets all texts; the first rows, of those that were allocated, are those of new ones."""
+        self.context.restart(rows)
+        self.ids = []
+
+    def copied(self, order: Sequence[int], capacity: int) -> RaggedCache:
+        """Another cache, whose row i has what row `order[i]` has here."""
+        other = copy.copy(self)
+        other.layers = [copy.copy(layer) for layer in self.layers]
+        other.context = copy.copy(self.context)
+        other.context.lengths = list(self.lengths)
+        other.rearrange(order, capacity)
+        return other
 
     def reading(self, window: VerifyWindow) -> AbstractContextManager[None]:
         """While it lasts, a forward of the target over this window keeps recurrent states as well, if it has any."""

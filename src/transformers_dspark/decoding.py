@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from .attention import use_ragged_attention
 from .batch.drafting import Drafts, RowDrafting
@@ -27,6 +27,8 @@ from .batch.schedule import RoundSchedule
 from .batch.stopping import RowStopping
 from .batch.trace import RoundTrace, RowCounts
 from .cache import RaggedCache
+from .captured import CapturedRounds, reason_against
+from .captured_loop import CapturedLoop
 from .generation_config import DraftingOptions, eos_ids
 from .modeling_dspark import DSparkDrafter
 from .sampling import RowNoise, Verdict, accept, accept_greedy
@@ -35,6 +37,8 @@ from .target import TargetTaps, few_rows_linears, learned_positions
 from .telemetry import DSparkGenerateOutput, GenerationStats
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
+
+logger = logging.get_logger(__name__)
 
 PREFILL_TOKENS = 8192  # packed tokens of a prompt forward
 
@@ -58,8 +62,7 @@ def batched_decoding(
       token; otherwise it goes on with tokens of that row until all rows have ended.
     - Scores, logits and hidden states behind a row's end, and hidden states of padding, are zeros.
     - A user's processor or criterion is asked about one row at a time, as in a call for that row alone, and no more
-      once the row has ended. One that keeps state is copied for each row.
-    - `max_time` is looked at once a round.
+      once the row has ended. One that keeps state is copied for each row. `max_time` is looked at once a round.
     - Where processors leave no token, this is an error; plain greedy decoding goes on with token 0.
     - Padding takes no room in a sliding window, nor in a window that compressed attention closes. In plain generation it
       does.
@@ -78,35 +81,25 @@ def batched_decoding(
         NotImplementedError: a legal request that the batched loop does not serve.
         ValueError: options or inputs contradict each other.
     """
-    _check_call(target, drafter, input_ids, generation_config, streamer)
-    batch = _Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
-    with torch.no_grad(), batch.taps, few_rows_linears(target, drafter), batch.attention():
-        tokens = batch.prefill()
-        while True:
-            if streamer is not None and tokens[0]:
-                streamer.put(torch.tensor(tokens[0]))
-            if not batch.live:
-                break
-            tokens = batch.round()
-    if streamer is not None:
-        streamer.end()
-    return batch.output()
-
-
-def _check_call(
-    target: PreTrainedModel,
-    drafter: DSparkDrafter,
-    input_ids: torch.Tensor,
-    config: GenerationConfig,
-    streamer: BaseStreamer | None,
-) -> None:
-    if config.output_attentions:
+    if generation_config.output_attentions:
         raise NotImplementedError(
             "output_attentions=True is not possible in the batched loop, whose attention keeps no weights: leave it "
             "out, or generate for one prompt at a time with dspark_loop='transformers'."
         )
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(f"A streamer shows one text, and this call has {input_ids.shape[0]}: leave it out.")
+    batch = _Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
+    with batch, torch.no_grad(), batch.taps, few_rows_linears(target, drafter), batch.attention():
+        tokens = batch.prefill()
+        while True:
+            if streamer is not None and tokens[0]:
+                streamer.put(torch.tensor(tokens[0]))
+            if not batch.live:
+                break
+            tokens = batch.round() if batch.captured is None else batch.captured_round()
+        if streamer is not None:
+            streamer.end()
+        return batch.output()
 
 
 class _Batch:
@@ -144,7 +137,7 @@ class _Batch:
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, keep_all=self.records.hidden_states)
         self._eos_ids = eos_ids(config)
         self._processors = RowProcessors(logits_processor, rows, self._eos_ids)
-        seeds = _row_seeds(self.options, rows) if config.do_sample or self.options.seed is not None else []
+        seeds = self.options.row_seeds(rows) if config.do_sample or self.options.seed is not None else []
         self._drafting = RowDrafting(
             drafter, self._processors, self.options.confidence_threshold, self._eos_ids, self.device
         )
@@ -156,9 +149,44 @@ class _Batch:
         self._trace = RoundTrace.asked_for(self.options, bool(config.do_sample))
         self._positions_end = learned_positions(target)
         self._keeps_logits = "logits_to_keep" in inspect.signature(target.forward).parameters
-        # last of all: from here on the cache of an earlier call is ours
-        self.inputs = BatchInputs.read(target, drafter, input_ids, config, self.max_length, model_kwargs)
+        self.captured: CapturedRounds | None = None
+        self._loop: CapturedLoop | None = None
+        # last of all: from here on the cache of an earlier call, or what captured rounds work on, is ours
+        self.inputs = BatchInputs.read(
+            target, drafter, input_ids, config, self.max_length, model_kwargs, self._new_cache
+        )
         self.cache: RaggedCache = self.inputs.cache
+
+    def __enter__(self) -> _Batch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.captured is not None:
+            self.captured.give_back()
+
+    def _new_cache(self) -> RaggedCache:
+        rows, wanted = len(self.ends), self.options.use_cuda_graphs
+        reason = reason_against(
+            self.target,
+            self.drafter,
+            self.options,
+            row_by_row=self._processors.may_run_models or self._stopping.may_run_models,
+            records=self.records.wanted,
+            last_position=self._positions_end is not None,
+        )
+        if reason is None:
+            compiling = None if self.config.disable_compile else self.config.compile_config
+            self.captured = CapturedRounds.lend(self.target, self.drafter, rows, self.max_length, compiling)
+            reason = "another call has them" if self.captured is None else None
+        if self.captured is not None:
+            self.taps = self.captured.taps
+            return self.captured.cache
+        if wanted is True:
+            raise NotImplementedError(
+                f"use_cuda_graphs=True: the rounds of this call cannot be captured ({reason}). Leave it at 'auto'."
+            )
+        logger.info(f"DSpark plays the rounds of this call without CUDA graphs: {reason}.")
+        return RaggedCache(self.target, self.drafter, rows, self.max_length)
 
     def attention(self) -> AbstractContextManager[Any]:
         """Ours for the whole call. Where others' code may run the target as well, only its own forwards have it."""
@@ -239,6 +267,50 @@ class _Batch:
             for row, count, values in zip(rows, sent, known, strict=True):
                 self.stats.confidences[row].extend(values[:count])
         return self._retire(kept)
+
+    def captured_round(self) -> list[list[int]]:
+        """Sends one round off, and commits the one before. Returns the new tokens of that, by row."""
+        if self._loop is None:
+            assert self.captured is not None  # for the type checker
+            self._loop = CapturedLoop(
+                self.captured,
+                self.places[: self.live],
+                self.text,
+                self.ends,
+                self.inputs.shifts,
+                self._processors,
+                self._eos_ids,
+                self._schedule,
+                self._noise,
+                width=self.options.width,
+                vocabulary=self._vocabulary,
+                limit=self.max_length,
+            )
+        by_row: list[list[int]] = [[] for _ in self.ends]
+        done = self._loop.step()
+        if done is None:
+            return by_row
+        for row, tokens, failed in zip(done.rows, done.tokens, done.failed, strict=True):
+            if failed:
+                raise _no_token(row)
+            by_row[row] = tokens
+            self._stopping.kept(row, self.text, self.ends[row], tokens)
+            self.ends[row] += len(tokens)
+            if self._stopping.done(row):
+                self._loop.end(row)
+                self.live -= 1
+        self._schedule.remember(done.rows, done.confidence)
+        self._schedule.record(
+            done.rows, done.drafted, done.sent, done.accepted, done.total, done.context, (None, done.seconds)
+        )
+        self._count(done.rows, done.sent, done.accepted, done.tokens, (0.0, done.seconds))
+        if self.config.return_dict_in_generate and done.confidence is not None:
+            for row, count, values in zip(done.rows, done.sent, done.confidence.tolist(), strict=True):
+                self.stats.confidences[row].extend(values[:count])
+        if not self.live:
+            self._loop.write_back(self.text)
+            self.places[: len(self._loop.order)] = self._loop.order
+        return by_row
 
     def _draft(self, caps: list[int]) -> Drafts:
         """Up to `caps` drafts for each place; their tokens are also written behind the texts."""
@@ -339,10 +411,7 @@ class _Batch:
         accepted, bonus = torch.stack(verdict).tolist()
         if max(bonus) >= self._vocabulary:
             row = self.places[bonus.index(max(bonus))]
-            raise ValueError(
-                f"The target's logits of row {row}, after all logits processors, leave no token to choose: they are "
-                "NaN, or a processor forbids too much."
-            )
+            raise _no_token(row)
         rows = self.places[: len(bonus)]
         index = torch.tensor(rows, device=self.device)
         ends = torch.tensor([self.ends[row] for row in rows], device=self.device)
@@ -367,8 +436,8 @@ class _Batch:
         seconds: tuple[float, float],
     ) -> None:
         figures = [[0] * len(self.ends) for _ in range(3)]
-        for row, *values in zip(rows, sent, accepted, map(len, kept), strict=True):
-            for list_of, value in zip(figures, values, strict=True):
+        for place, row in enumerate(rows):
+            for list_of, value in zip(figures, (sent[place], accepted[place], len(kept[place])), strict=True):
                 list_of[row] = value
         self.stats.record_round(*figures)
         if self.cache.recurrent is not None:
@@ -398,7 +467,10 @@ class _Batch:
         sequences = sequences.masked_fill(behind, self.inputs.pad_id)
         if self.config.return_dict_in_generate or self.inputs.continued:  # someone will hold the cache
             order = [self.places.index(row) for row in range(len(self.ends))]
-            self.cache.rearrange(order, self.cache.context.capacity)
+            if self.captured is None:
+                self.cache.rearrange(order, self.cache.context.capacity)
+            else:  # whose own stays where it is
+                self.cache = self.cache.copied(order, self.max_length)
             self.cache.ids = [self.inputs.real(row, self.text, self.ends[row]) for row in range(len(self.ends))]
         if not self.config.return_dict_in_generate:
             return sequences
@@ -411,12 +483,11 @@ class _Batch:
         )
 
 
-def _row_seeds(options: DraftingOptions, rows: int) -> list[int]:
-    if isinstance(options.seed, (list, tuple)) and len(options.seed) != rows:
-        raise ValueError(f"seed has {len(options.seed)} numbers, and the call has {rows} rows: give one for each.")
-    given = [options.seed_of(row) for row in range(rows)]
-    drawn = torch.randint(2**62, (rows,)).tolist() if options.seed is None else given
-    return [seed for seed in drawn if seed is not None]
+def _no_token(row: int) -> ValueError:
+    return ValueError(
+        f"The target's logits of row {row}, after all logits processors, leave no token to choose: they are NaN, or a "
+        "processor forbids too much."
+    )
 
 
 __all__ = ["batched_decoding"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -43,6 +44,9 @@ class DSparkGenerationConfig(GenerationConfig):
             token that does not pay.
         max_verify_tokens (`int`, *optional*): Most drafted tokens sent to the target per row and round. Defaults to
             the drafter's `num_draft_tokens`.
+        use_cuda_graphs (`bool` or `str`): Whether the batched loop plays its rounds as CUDA graphs. `"auto"` does so
+            on a GPU wherever a call allows it; `True` refuses a call that does not. With `compile_config` the target
+            is compiled as well, once for all shapes.
         seed (`int` or `list[int]`, *optional*): Seeds drafts, acceptance and bonus of each call; row r of a batch
             takes `seed + r`, or its own of a list. Defaults to PyTorch's global generator.
         assistant_confidence_threshold (`float`): In 0..1: a block ends before its first token whose confidence is
@@ -66,6 +70,7 @@ class DSparkGenerationConfig(GenerationConfig):
         self.step_cost_table = kwargs.pop("step_cost_table", None)
         self.scheduler = kwargs.pop("scheduler", "lagged")
         self.max_verify_tokens = kwargs.pop("max_verify_tokens", None)
+        self.use_cuda_graphs = kwargs.pop("use_cuda_graphs", "auto")
         self.seed = kwargs.pop("seed", None)
         self.round_callback = kwargs.pop("round_callback", None)
         self.report_divergence = kwargs.pop("report_divergence", False)
@@ -98,6 +103,7 @@ class DSparkGenerationConfig(GenerationConfig):
             ("dspark_loop", LOOPS),
             ("verify_mode", (None, *VERIFY_MODES)),
             ("scheduler", SCHEDULERS),
+            ("use_cuda_graphs", ("auto", True, False)),
             ("report_divergence", (False, True)),
             ("strict_greedy", (False, True)),
         ):
@@ -122,6 +128,7 @@ class DraftingOptions:
         loop (`str`): One of `LOOPS`.
         verify_mode (`str`): One of `VERIFY_MODES`.
         scheduler (`str`): One of `SCHEDULERS`.
+        use_cuda_graphs (`bool` or `str`): As it was given.
         step_cost_table (`str`, `os.PathLike` or `StepCostTable`, *optional*): As it was given.
         round_callback (`Callable`, `str` or `os.PathLike`, *optional*): As it was given.
         report_divergence (`bool`): Whether a greedy call is held against plain decoding.
@@ -134,6 +141,7 @@ class DraftingOptions:
     loop: str = "auto"
     verify_mode: str = "static"
     scheduler: str = "lagged"
+    use_cuda_graphs: bool | str = "auto"
     step_cost_table: Any = None
     round_callback: Any = None
     report_divergence: bool = False
@@ -146,6 +154,14 @@ class DraftingOptions:
         if row >= len(self.seed):
             raise ValueError(f"seed has {len(self.seed)} numbers, and there are more rows: give one for each.")
         return int(self.seed[row])
+
+    def row_seeds(self, rows: int) -> list[int]:
+        """Seeds of so many rows; where none was given, from PyTorch's global generator."""
+        if isinstance(self.seed, (list, tuple)) and len(self.seed) != rows:
+            raise ValueError(f"seed has {len(self.seed)} numbers, and the call has {rows} rows: give one for each.")
+        given = [self.seed_of(row) for row in range(rows)]
+        drawn = torch.randint(2**62, (rows,)).tolist() if self.seed is None else given
+        return [seed for seed in drawn if seed is not None]
 
     @classmethod
     def resolve(cls, generation_config: GenerationConfig, drafter: Any) -> DraftingOptions:
@@ -193,11 +209,16 @@ class DraftingOptions:
             loop=_given("dspark_loop", generation_config, beside) or "auto",
             verify_mode=mode,
             scheduler=_given("scheduler", generation_config, beside) or "lagged",
+            use_cuda_graphs=_first(_given("use_cuda_graphs", generation_config, beside), "auto"),
             step_cost_table=table,
             round_callback=_given("round_callback", generation_config),
             report_divergence=bool(_given("report_divergence", generation_config)),
             strict_greedy=bool(_given("strict_greedy", generation_config, beside)),
         )
+
+
+def _first(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def eos_ids(*configs: Any) -> set[int]:

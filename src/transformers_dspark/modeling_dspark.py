@@ -75,6 +75,7 @@ class DSparkDrafter(PreTrainedModel):
         if config.has_reduced_vocabulary:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self._borrowed: Borrowed | None = None
+        self.captured: Any = None  # what the batched loop keeps between calls on a GPU; `None` frees it
         self.add_model_tags(["speculative-decoding", "dspark"])
         self.post_init()
 
@@ -122,7 +123,7 @@ class DSparkDrafter(PreTrainedModel):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the target's parts behind; they are bound anew."""
-        return self.__dict__ | {"_borrowed": None}
+        return self.__dict__ | {"_borrowed": None, "captured": None}
 
     def _bound(self) -> Borrowed:
         if self._borrowed is None:

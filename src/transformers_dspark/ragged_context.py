@@ -82,6 +82,11 @@ class RaggedContext(DSparkContext):
             found.append(buffer[: self.live, :, :end])
         return found[0], found[1]
 
+    def restart(self, rows: int) -> None:
+        """Forgets all texts; the first rows are those of new ones."""
+        self.lengths, self.live = [0] * rows, rows
+        self._places.fill_(-1)
+
     def picked(self, rows: list[int]) -> DSparkContext:
         """A copy of some rows, to draft for these alone."""
         some = DSparkContext(len(self._buffers))

@@ -2,10 +2,10 @@
 A round of the batched loop as one function of tensors whose shapes never change: the form that a captured graph can
 replay.
 
-Rows, drafted tokens of a block, packed tokens of the window, capacity of the caches: all are fixed. What changes from round to round, lengths and texts and which rows are alive, lies in tensors, and nothing is
-read back. A window that is not full is filled up with tokens of a spare row, which is the last of the caches and
-nobody's text. Rejected tokens stay where they were written: their row's number of entries does not count them, and the
-next window overwrites them.
+Rows, drafted tokens of a block, packed tokens of the window, capacity of the caches: all are fixed. What changes from
+round to round, lengths and texts and which rows are alive, lies in tensors, and nothing is read back. A window that is
+not full is filled up with tokens of a spare row, which is the last of the caches and nobody's text. Rejected tokens
+stay where they were written: their row's number of entries does not count them, and the next window overwrites them.
 
 The number of tokens that all rows together may send is part of the shape, so it has to be known before the round
 starts, as the lagged scheduler knows it. What the anchors of live rows leave of it is the drafts' budget.
@@ -107,7 +107,13 @@ class StaticContext(RaggedContext):
         return {kind: functools.partial(self._attend, config, kind) for kind in dict.fromkeys(config.layer_types)}
 
     def _attend(
-        self, config: DSparkConfig, kind: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        config: DSparkConfig,
+        kind: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
     ) -> torch.Tensor:
         """What `(rows, heads, block_size, head_dim)` queries mix to, over the whole buffers of keys and values."""
         rows, heads, size, _ = query.shape
@@ -222,7 +228,7 @@ class StaticRound:
         ids = torch.cat((blocks, torch.zeros_like(blocks[:1])))[window.rows, window.offsets]
         owners = window.rows.clamp(max=len(self._rows) - 1)
         positions = window.columns + torch.where(window.rows < len(self._rows), state.shifts[owners], 0)
-        outputs = self._taps.run(
+        outputs = self._taps.step(
             input_ids=ids[None],
             position_ids=positions[None],
             cache=self._cache,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +50,13 @@ class BatchInputs:
         config: GenerationConfig,
         capacity: int,
         model_kwargs: dict[str, Any],
+        new_cache: Callable[[], RaggedCache],
     ) -> BatchInputs:
         """
         Args:
             capacity (`int`): Most tokens of a text.
+            new_cache (`Callable`): Makes an empty cache, if none was given; called last, when nothing is refused any
+                more.
 
         Raises:
             NotImplementedError: inputs other than text, or a cache that the loop cannot go on from.
@@ -92,7 +96,9 @@ class BatchInputs:
         positions = [position_ids[row, index] for row, index in enumerate(columns)]
         ids = [input_ids[row, index] for row, index in enumerate(columns)]
         shifts = [int(p[-1]) - (len(p) - 1) for p in positions]
-        cache = _cache(target, drafter, ids, positions, capacity, model_kwargs.get("cache"))
+        cache = _continued(target, drafter, ids, positions, capacity, model_kwargs.get("cache"))
+        if cache is None:
+            cache = new_cache()
         return cls(ids, positions, columns, shifts, cache, _pad_id(config), cache is model_kwargs.get("cache"))
 
     def real(self, row: int, text: torch.Tensor, end: int) -> torch.Tensor:
@@ -101,18 +107,17 @@ class BatchInputs:
         return torch.cat((self.ids[row], text[row, behind:end]))
 
 
-def _cache(
+def _continued(
     target: PreTrainedModel,
     drafter: DSparkDrafter,
     ids: list[torch.Tensor],
     positions: list[torch.Tensor],
     capacity: int,
     given: Cache | None,
-) -> RaggedCache:
-    """A cache for these texts; that of an earlier call, cut to what the texts share with it, if there is one."""
+) -> RaggedCache | None:
+    """The given cache with what the texts share with it, if it is one that can be gone on from."""
     if not isinstance(given, RaggedCache) or not given.is_of(target, drafter):
-        # any other cache knows nothing of this drafter's context, so the whole text is read once more
-        return RaggedCache(target, drafter, len(ids), capacity)
+        return None  # any other knows nothing of this drafter's context, so the whole text is read once more
     if not given.ids:
         raise ValueError("The cache belongs to a call that did not come to its end: leave it out.")
     if len(given.ids) != len(ids):

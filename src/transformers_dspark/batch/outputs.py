@@ -26,6 +26,11 @@ class TokenRecords:
         self._states: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(rows)]
         self._prompt: list[torch.Tensor] | None = None
 
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is kept."""
+        return self.scores or self.logits or self.hidden_states
+
     def keep_prompt(
         self, outputs: ModelOutput, window: VerifyWindow, columns: list[torch.Tensor], length: int
     ) -> None:
@@ -67,7 +72,7 @@ class TokenRecords:
             scores, logits (`torch.FloatTensor` of shape `(total, vocab)`): Processed and raw, of the packed positions.
             outputs (`ModelOutput`, *optional*): Of the packed forward; none for the prompts' own.
         """
-        if not (self.scores or self.logits or self.hidden_states):
+        if not self.wanted:
             return
         start = 0
         for row, tokens, width in zip(rows, kept, widths, strict=False):

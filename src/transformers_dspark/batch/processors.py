@@ -7,7 +7,7 @@ A row's prefix is the row of `input_ids` that plain generation would hold at tha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ class RowProcessors:
     def may_run_models(self) -> bool:
         """Whether one of them may run the target itself, as classifier-free guidance does."""
         return self._by_row is not None
+
+    @property
+    def signature(self) -> Hashable:
+        """What the shared processors compute: equal for calls whose processors do the same."""
+        return tuple((type(p), *sorted((n, _hashable(v)) for n, v in vars(p).items())) for p in self._shared)
 
     @property
     def can_speculate(self) -> bool:
@@ -140,6 +145,10 @@ class RowProcessors:
         columns = torch.arange(longest, device=text.device)
         prefixes = text[index, :longest]
         return torch.where((columns >= starts) & (columns < limits), prefixes, prefixes.gather(1, limits - 1))
+
+
+def _hashable(value: Any) -> Hashable:
+    return (str(value.dtype), *value.flatten().tolist()) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _listed(numbers: Numbers) -> Sequence[int]:

@@ -82,7 +82,7 @@ class RoundSchedule:
             usable (`list[int]`): Drafts of each that may be verified at all.
             context (`float`): As for [`~RoundSchedule.widths`].
         """
-        self._remember(rows, confidence)
+        self.remember(rows, confidence)
         if confidence is None or not any(usable):
             return usable
         caps = torch.tensor(usable)
@@ -97,7 +97,16 @@ class RoundSchedule:
             return causal_lengths(now, cost, caps).tolist()
         return top_k_lengths(now, self._budget, caps).tolist()
 
-    def _remember(self, rows: list[int], confidence: torch.Tensor | None) -> None:
+    def read_late(self) -> None:
+        """From now on a round is chosen before the one in front of it is remembered."""
+        self._history = self._history[1:]
+
+    def drafts(self, widths: list[int]) -> int | None:
+        """Drafts of all rows that are to be verified, once `widths` are known; `None` if all of them are."""
+        return None if self.table is None or self._options.verify_mode == "static" else min(self._budget, sum(widths))
+
+    def remember(self, rows: list[int], confidence: torch.Tensor | None) -> None:
+        """Keeps `(live, width)` confidences of a round for those to come."""
         latest = torch.full_like(self._history[0], float("nan"))
         if confidence is not None and confidence.shape[1]:
             # what was not drafted is taken to be as sure as the last that was
@@ -113,7 +122,7 @@ class RoundSchedule:
         accepted: list[int],
         tokens: int,
         context: float,
-        seconds: tuple[float, float],
+        seconds: tuple[float | None, float],
     ) -> None:
         """
         Learns from a round that is over.
@@ -123,16 +132,21 @@ class RoundSchedule:
             tokens (`int`): Sent to the target; in cap-accept more than what was admitted, which must not move the
                 gate: it would decide otherwise than in compact.
             context (`float`): As for [`~RoundSchedule.widths`].
-            seconds (`tuple[float, float]`): Of drafting, and of the target's step with all that belongs to it.
+            seconds (`tuple[float | None, float]`): Of drafting, and of the target's step with all that belongs to it;
+                or `None` and those of the whole round.
         """
         if self._gate is None or self.table is None:
             return
         full = np.zeros((3, self._rows), dtype=int)
         full[:, rows] = drafted, admitted, accepted
         self._gate.record(full[0].astype(bool), full[1], full[2])
-        self.table = self.table.refreshed(len(rows), tokens, context, seconds[1])
+        draft, step = seconds
         if any(drafted):
-            self.table = self.table.refreshed_draft(sum(drafted), seconds[0])
+            if draft is None:
+                step = max(step - float(self.table.draft_curve(len(rows))[-1]), 1e-9)
+            else:
+                self.table = self.table.refreshed_draft(sum(drafted), draft)
+        self.table = self.table.refreshed(len(rows), tokens, context, step)
 
     def figures(self) -> dict[str, int] | None:
         """How often rows and rounds went without drafts, if a table decided about it."""

@@ -1,0 +1,241 @@
+"""
+What rounds in captured graphs need to stand where it is from call to call: caches, texts, and the graphs themselves.
+
+A graph reads and writes fixed addresses. So the buffers belong to the drafter and not to a call, and a later call that
+fits into them finds its graphs made. They are made anew when the models have changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from transformers import CompileConfig, PreTrainedModel
+from transformers.utils import logging
+
+from ._compat import has_hooks, keeps_recurrent_state
+from .batch.processors import RowProcessors
+from .cache import RaggedCache
+from .generation_config import DraftingOptions
+from .graphs import Graph
+from .modeling_dspark import DSparkDrafter
+from .static_round import RoundResult, RoundState, StaticRound
+from .target import TargetTaps
+
+
+logger = logging.get_logger(__name__)
+
+CAPACITY_STEP = 256  # texts of nearly the same length share their graphs
+
+
+def tiers(rows: int, width: int) -> list[int]:
+    """
+    Totals of packed tokens that rounds are captured for: from the anchors alone to whole windows of all rows, in steps
+    of about an eighth.
+
+    Args:
+        rows (`int`): Rows of the round.
+        width (`int`): Drafted tokens of a block.
+    """
+    found, most = [rows], rows * (width + 1)
+    while found[-1] < most:
+        step = max(1, 1 << max(0, found[-1].bit_length() - 3))
+        found.append(min(most, (found[-1] // step + 1) * step))
+    return found
+
+
+class Report(NamedTuple):
+    """
+    A [`RoundResult`] in as few tensors as can be, for its way to the host.
+
+    Args:
+        numbers (`torch.LongTensor` of shape `(rows, width + 5)`): Tokens; how many were kept, were accepted drafts,
+            were sent; whether the row failed.
+        confidence (`torch.FloatTensor` of shape `(rows, width)`, *optional*): Of the drafts.
+    """
+
+    numbers: torch.Tensor
+    confidence: torch.Tensor | None
+
+
+class CapturedRounds:
+    """
+    The buffers and graphs of a pair, for calls of up to a number of rows and tokens.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        drafter (`DSparkDrafter`): Bound to it.
+        rows (`int`): Most rows.
+        length (`int`): Most tokens of a text.
+        compiling (`CompileConfig`, *optional*): How the target's forward is compiled; `None` leaves it as it is.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: DSparkDrafter,
+        rows: int,
+        length: int,
+        compiling: CompileConfig | None,
+    ) -> None:
+        self.rows, self.length, self.compiling = rows, length, compiling
+        self.cache = RaggedCache(target, drafter, rows + 1, length)
+        self.state = RoundState(rows, length, drafter.config.num_draft_tokens, target.device)
+        self._target, self._drafter = target, drafter
+        self.taps = TargetTaps(target, drafter.config.target_layer_ids, compiling=compiling)
+        self._addresses = _addresses(target, drafter)
+        self._graphs: dict[tuple[Any, ...], Graph[Report]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def lend(
+        cls,
+        target: PreTrainedModel,
+        drafter: DSparkDrafter,
+        rows: int,
+        length: int,
+        compiling: CompileConfig | None,
+    ) -> CapturedRounds | None:
+        """
+        Those that an earlier call left with the drafter, or new ones, for this call alone until it calls
+        [`~CapturedRounds.give_back`]; `None` while another thread has them.
+        """
+        length = -(-length // CAPACITY_STEP) * CAPACITY_STEP
+        found: CapturedRounds | None = drafter.captured
+        if found is not None and not found._lock.acquire(blocking=False):
+            return None
+        if found is None or not found._serve(target, drafter, rows, length, compiling):
+            drafter.captured = None  # first of all: the old buffers make room for the new
+            del found
+            found = drafter.captured = cls(target, drafter, rows, length, compiling)
+            found._lock.acquire()
+        found.cache.restart(rows)
+        return found
+
+    def give_back(self) -> None:
+        """Ends a call's use."""
+        self.state.live.fill_(False)
+        self._lock.release()
+
+    def _serve(
+        self,
+        target: PreTrainedModel,
+        drafter: DSparkDrafter,
+        rows: int,
+        length: int,
+        compiling: CompileConfig | None,
+    ) -> bool:
+        same = self._target is target and self.compiling == compiling
+        fits = rows <= self.rows and length <= self.length
+        return same and fits and self._addresses == _addresses(target, drafter)
+
+    def graph(
+        self,
+        rows: int,
+        total: int,
+        drafting: bool,
+        processors: RowProcessors,
+        eos_ids: Collection[int],
+        *,
+        vocabulary: int,
+        sampling: bool,
+    ) -> Graph[Report]:
+        """
+        Rounds of the first `rows` rows, see [`StaticRound`], to be replayed; captured when they are first asked for.
+        The hooks of `taps` have to be in place.
+
+        Args:
+            rows (`int`): Rows of the round.
+            total (`int`): Tokens that they send.
+            drafting (`bool`): Whether they draft.
+            processors, eos_ids, vocabulary, sampling: As for [`StaticRound`].
+        """
+        key = (rows, total, drafting, processors.signature, frozenset(eos_ids), vocabulary, sampling)
+        if key not in self._graphs:
+            logger.info(f"DSpark captures rounds of {rows} rows and {total} tokens.")
+            static = StaticRound(
+                self._drafter,
+                self.taps,
+                self.cache,
+                self.state.first(rows),
+                processors,
+                eos_ids,
+                vocabulary=vocabulary,
+                sampling=sampling,
+            )
+            live = self.state.live.clone()
+            self.state.live.fill_(False)  # nothing is committed while a round warms up
+            self._graphs[key] = Graph(lambda: _report(static(total, drafting)), self._target.device, self._pool)
+            self.state.live.copy_(live)
+        return self._graphs[key]
+
+    @property
+    def count(self) -> int:
+        """Graphs made so far."""
+        return len(self._graphs)
+
+
+def _report(result: RoundResult) -> Report:
+    numbers = (result.kept, result.accepted, result.sent, result.failed.long())
+    return Report(torch.cat((result.tokens, torch.stack(numbers, dim=1)), dim=1), result.confidence)
+
+
+def reason_against(
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    options: DraftingOptions,
+    *,
+    row_by_row: bool,
+    records: bool,
+    last_position: bool,
+) -> str | None:
+    """
+    Why the rounds of a call cannot be captured, in words; `None` if they can.
+
+    Args:
+        target (`PreTrainedModel`), drafter (`DSparkDrafter`): The pair.
+        options (`DraftingOptions`): Of the call.
+        row_by_row (`bool`): A processor or criterion has to be asked about one row at a time.
+        records (`bool`): Scores, logits or hidden states are to be returned.
+        last_position (`bool`): The target has a table of positions, which ends.
+    """
+    compact = options.verify_mode == "compact"
+    reasons = {
+        "use_cuda_graphs=False": options.use_cuda_graphs is False,
+        "a logits processor or stopping criterion is asked about one row at a time": row_by_row,
+        "scores, logits or hidden states are to be returned": records,
+        "every round is to be reported": options.round_callback is not None,
+        "assistant_confidence_threshold cuts blocks": options.confidence_threshold > 0,
+        "verify_mode='cap-accept' sends what it does not admit": options.verify_mode == "cap-accept",
+        "scheduler='causal' looks at the block in hand": compact and options.scheduler == "causal",
+        "strict_greedy=True lets tokens attend one by one": options.strict_greedy,
+        "nothing is to be drafted": options.width == 0,
+        "the target has a last position": last_position,
+        "the target keeps states that are no keys and values": keeps_recurrent_state(target),
+        "a model is in training mode": target.training or drafter.training,
+        "autocast is on": torch.is_autocast_enabled("cuda"),
+        "the target carries adapters, which may be switched": getattr(target, "_hf_peft_config_loaded", False),
+        "modules of the target have forward hooks": any(map(has_hooks, target.modules())),
+    }
+    return next((reason for reason, met in reasons.items() if met), _reason_against_device(target, drafter))
+
+
+def _reason_against_device(*models: PreTrainedModel) -> str | None:
+    devices = {tensor.device for model in models for tensor in model.parameters()}
+    if len(devices) > 1:
+        return "the models lie on several devices"
+    (device,) = devices
+    return None if device.type == "cuda" else f"the target is on {device.type}"
+
+
+def _addresses(*models: torch.nn.Module) -> tuple[int, ...]:
+    """Where the weights are: graphs read them there."""
+    tensors = itertools.chain.from_iterable((*model.parameters(), *model.buffers()) for model in models)
+    return tuple(tensor.data_ptr() for tensor in tensors)
+
+
+__all__ = ["CapturedRounds", "reason_against", "tiers"]

@@ -1,0 +1,227 @@
+"""
+The loop of captured rounds. On this device a graph's replay calls the round again: buffers that outlive a call,
+results that are read a round late, rows that are taken out and the choice of sizes are the same as on a GPU.
+"""
+
+import copy
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import CompileConfig, MaxTimeCriteria, TextStreamer
+
+from transformers_dspark import DSparkGenerationConfig, captured, captured_loop, decoding, ragged_ops
+from transformers_dspark.captured import tiers
+
+from .conftest import ragged, texts_of
+from .test_modes import unsure
+from .test_turns import padded, second_turn
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch):
+    monkeypatch.setattr(captured, "_reason_against_device", lambda target, drafter: None)
+
+
+def config(**options):
+    options = {"do_sample": False, "max_new_tokens": 20, "return_dict_in_generate": True, **options}
+    return DSparkGenerationConfig(**{"use_cuda_graphs": True, "dspark_loop": "batched", **options})
+
+
+def play(target, drafter, ids, mask, **options):
+    return target.generate(ids, attention_mask=mask, assistant_model=drafter, generation_config=config(**options))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_greedy_is_plain_generation(lab, kind, rows):
+    """In one call after another: what the first leaves behind serves the second, which is another batch."""
+    target, drafter = lab.target(kind), lab.knowing([], block_size=4)
+    held = None
+    for seed, length in ((3, 9), (8, 12)):
+        ids, mask = ragged(rows, length, seed)
+        free = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
+        eos = [int(free[0, length + 5]), int(free[-1, length + 12])]
+        plain = target.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=20, eos_token_id=eos, pad_token_id=0
+        )
+        drafter.script = texts_of(free, mask)
+        ours = play(target, drafter, ids, mask, eos_token_id=eos, pad_token_id=0)
+        assert torch.equal(ours.sequences, plain)
+        assert drafter.captured is (held or drafter.captured)
+        held = drafter.captured
+        for row, lengths in enumerate(ours.dspark.accepted_lengths):
+            ended = [i for i, token in enumerate(plain[row, length:].tolist()) if token in eos]
+            assert 1 + sum(lengths) == min([20, *(i + 1 for i in ended)])
+        assert all(max(lengths) > 1 for lengths in ours.dspark.accepted_lengths if sum(lengths) > 9)
+
+
+OPTIONS = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 0.7},
+    "processors": {"do_sample": True, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2},
+    "end": {"do_sample": True, "eos_token_id": [7, 30, 21], "pad_token_id": 0},
+    "narrow": {"max_verify_tokens": 2, "do_sample": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_draws_what_the_other_loop_draws(lab, options):
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(4)
+    options = {"seed": [3, 1, 4, 15], "max_new_tokens": 90, **options}
+    plain = play(target, drafter, ids, mask, use_cuda_graphs=False, **options)
+    assert drafter.captured is None
+    ours = play(target, drafter, ids, mask, **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    for name in ("accepted_lengths", "verify_lengths", "tested_by_position", "passed_by_position"):
+        assert getattr(ours.dspark, name) == getattr(plain.dspark, name), name
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_compact(lab, do_sample):
+    """The budget comes from older confidences; greedy, the text stays that of plain decoding."""
+    target, (ids, mask) = lab.target(), ragged(6)
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=40)
+    drafter = unsure(lab.knowing(texts_of(plain, mask)))
+    ours = play(
+        target, drafter, ids, mask, step_cost_table=lab.table(), max_new_tokens=40, do_sample=do_sample, seed=1
+    )
+    assert do_sample or torch.equal(ours.sequences, plain)
+    assert len({length for lengths in ours.dspark.verify_lengths for length in lengths}) > 1
+    assert ours.dspark.schedule is not None
+
+
+def test_rows_for_which_drafting_does_not_pay(lab):
+    target, (ids, mask) = lab.target(), ragged(3)
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=60)
+    drafter = lab.drafter(enable_confidence_head=True)
+    ours = play(target, drafter, ids, mask, step_cost_table=lab.table(per_token=50.0, draft=9.0), max_new_tokens=60)
+    assert torch.equal(ours.sequences, plain)
+    assert ours.dspark.schedule["gated_rows"] > 0 if "gated_rows" in ours.dspark.schedule else ours.dspark.schedule
+    assert any(length == 0 for length in ours.dspark.verify_lengths[0])
+
+
+def test_rounds_shrink_with_the_rows(lab, monkeypatch):
+    target, (ids, mask) = lab.target(), ragged(7)
+    free = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=40)
+    eos = sorted({int(free[row, 9 + 5 * row]) for row in range(6)})
+    plain = target.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=40, eos_token_id=eos, pad_token_id=0
+    )
+    sizes, graph = [], captured_loop.CapturedRounds.graph
+    monkeypatch.setattr(
+        captured_loop.CapturedRounds,
+        "graph",
+        lambda self, rows, *args, **options: sizes.append(rows) or graph(self, rows, *args, **options),
+    )
+    drafter = lab.knowing(texts_of(free, mask), block_size=4)
+    ours = play(target, drafter, ids, mask, max_new_tokens=40, eos_token_id=eos, pad_token_id=0, do_sample=False)
+    assert torch.equal(ours.sequences, plain)
+    assert sizes[0] > 4  # some end with their first token
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] <= 2
+
+
+def test_the_cache_that_is_returned_is_the_callers(lab):
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(3)
+    first = play(target, drafter, ids, mask)
+    other = ragged(3, seed=5)
+    play(target, drafter, *other)  # writes over what the first call worked on
+    ids, mask = padded(second_turn(first.sequences, mask, (1, 7, 4)))
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
+    plain = target.generate(ids, **options)
+    assert torch.equal(target.generate(ids, cache=first.cache, assistant_model=drafter, **options), plain)
+
+
+def test_streamer(lab, capsys):
+    class Words:
+        def decode(self, ids, **kwargs):
+            return "".join(f"{int(i)} " for i in ids)
+
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(1)
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
+    target.generate(
+        ids,
+        attention_mask=mask,
+        assistant_model=drafter,
+        generation_config=config(return_dict_in_generate=False),
+        streamer=TextStreamer(Words()),
+    )
+    assert capsys.readouterr().out.split() == [str(i) for i in plain[0].tolist()]
+
+
+def test_time_is_up(lab):
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(2)
+    ours = target.generate(
+        ids,
+        attention_mask=mask,
+        assistant_model=drafter,
+        generation_config=config(max_new_tokens=400),
+        stopping_criteria=[MaxTimeCriteria(1e-9)],
+    )
+    assert ours.sequences.shape[1] < ids.shape[1] + 400
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=400)
+    assert torch.equal(ours.sequences, plain[:, : ours.sequences.shape[1]])
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"output_scores": True}, "scores"),
+        ({"no_repeat_ngram_size": 3}, "processor"),
+        ({"round_callback": print}, "reported"),
+        ({"assistant_confidence_threshold": 0.5}, "assistant_confidence_threshold"),
+    ],
+)
+def test_what_cannot_be_captured(lab, options, word):
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(enable_confidence_head=True), ragged(2)
+    with pytest.raises(NotImplementedError, match=word):
+        play(target, drafter, ids, mask, **options)
+    play(target, drafter, ids, mask, use_cuda_graphs="auto", **options)
+    assert drafter.captured is None
+
+
+def test_new_weights_are_seen(lab):
+    target, drafter, (ids, mask) = copy.deepcopy(lab.target()), lab.drafter(), ragged(2)
+    play(target, drafter, ids, mask)
+    held = drafter.captured
+    target.lm_head.weight = torch.nn.Parameter(-target.lm_head.weight.detach().clone())
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
+    assert torch.equal(play(target, drafter, ids, mask).sequences, plain)
+    assert drafter.captured is not held
+
+
+def test_a_call_that_fails_gives_all_back(lab):
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(2)
+    broken = copy.deepcopy(target)
+    torch.nn.init.constant_(broken.lm_head.weight, float("nan"))
+    with pytest.raises(ValueError, match="no token to choose"):
+        play(broken, drafter, ids, mask)
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
+    assert torch.equal(play(target, drafter, ids, mask).sequences, plain)
+
+
+def test_compiled_once(lab, monkeypatch):
+    """The kernels' operators, with their references, in a compiled target; any number of rows and tokens."""
+    monkeypatch.setattr(ragged_ops, "served", lambda tensor: True)
+    monkeypatch.setattr(decoding, "few_rows_linears", lambda *models: nullcontext())  # for a CPU alone
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    target, drafter = copy.deepcopy(lab.target()), lab.drafter()
+    compiling = CompileConfig(backend="aot_eager", fullgraph=True)
+    for rows in (3, 2, 6):
+        ids, mask = ragged(rows)
+        plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)
+        ours = play(target, drafter, ids, mask, max_new_tokens=12, compile_config=compiling)
+        assert torch.equal(ours.sequences, plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_tiers():
+    assert tiers(1, 7) == [1, 2, 3, 4, 5, 6, 7, 8]
+    for rows, width in ((1, 1), (5, 3), (64, 7), (256, 16)):
+        found = tiers(rows, width)
+        assert found[0] == rows
+        assert found[-1] == rows * (width + 1)
+        assert all(a < b <= max(a + 1, 1.26 * a) for a, b in pairwise(found))
