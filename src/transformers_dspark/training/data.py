@@ -66,9 +66,8 @@ def split(sequences: Sequences, held_out: int, seed: int) -> tuple[Sequences, Se
 
 def frequent_tokens(sequences: Sequences, size: int, vocab_size: int) -> torch.Tensor:
     """The `size` most frequent tokens of the answers, ascending `(size,)`; ties go to the smaller id."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for ids, start in zip(sequences.ids, sequences.starts, strict=True):
-        counts += np.bincount(ids[start:], minlength=vocab_size)
+    answers = [ids[start:] for ids, start in zip(sequences.ids, sequences.starts, strict=True)]
+    counts = np.bincount(np.concatenate(answers), minlength=vocab_size)
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
 
