@@ -124,7 +124,7 @@ def main():
         default = default_tiling(heads // kv_heads, dim * 2)
         tilings = [default]
         if args.sweep:
-            choices = product((32, 64, 128), (8, 32, 128), (2, 4, 8), (2, 3, 4))
+            choices = product((64, 128), (8, 32, 128), (4, 8), (2, 4))
             tilings += [Tiling(default.block_m, *choice) for choice in choices]
         timed = []
         for tiling in tilings:

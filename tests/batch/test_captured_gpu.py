@@ -1,0 +1,75 @@
+"""What only a CUDA device can show of captured rounds: kernels, captures, compiled targets."""
+
+import copy
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+from transformers_dspark import DSparkGenerationConfig
+
+from .conftest import ragged
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ENGINES = {
+    "eager": {"use_cuda_graphs": False},
+    "graph": {"use_cuda_graphs": True},
+    "compiled": {"use_cuda_graphs": True, "compile_config": CompileConfig()},
+}
+
+
+@pytest.fixture
+def pair(lab):
+    def make(kind, dtype=torch.float32, **changes):
+        target = copy.deepcopy(lab.target(kind)).to("cuda", dtype)
+        return target, copy.deepcopy(lab.drafter(**changes)).to("cuda", dtype)
+
+    return make
+
+
+def play(target, drafter, ids, mask, engine, **options):
+    options = {"do_sample": False, "max_new_tokens": 60, "return_dict_in_generate": True, **options}
+    config = DSparkGenerationConfig(dspark_loop="batched", **ENGINES[engine], **options)
+    return target.generate(ids.cuda(), attention_mask=mask.cuda(), assistant_model=drafter, generation_config=config)
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gemma3", "gpt-oss", "qwen3-moe"])
+def test_greedy_is_plain_generation(pair, kind, rows, engine):
+    target, drafter = pair(kind, enable_confidence_head=True)
+    for seed in (3, 8):
+        ids, mask = ragged(rows, seed=seed)
+        plain = target.generate(ids.cuda(), attention_mask=mask.cuda(), do_sample=False, max_new_tokens=60)
+        assert torch.equal(play(target, drafter, ids, mask, engine).sequences, plain)
+
+
+def test_compiled_target(pair):
+    target, drafter = pair("llama")
+    for rows in (3, 1, 6):
+        ids, mask = ragged(rows)
+        plain = target.generate(ids.cuda(), attention_mask=mask.cuda(), do_sample=False, max_new_tokens=30)
+        ours = play(target, drafter, ids, mask, "compiled", max_new_tokens=30)
+        assert torch.equal(ours.sequences, plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2}], ids=str)
+def test_draws_what_the_other_loop_draws(pair, options):
+    target, drafter = pair("llama")
+    ids, mask = ragged(4)
+    options = {"do_sample": True, "seed": 5, "max_new_tokens": 90, **options}
+    plain = play(target, drafter, ids, mask, "eager", **options)
+    ours = play(target, drafter, ids, mask, "graph", **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.dspark.accepted_lengths == plain.dspark.accepted_lengths
+
+
+def test_order_of_rows_leaves_their_texts_alone(pair):
+    """In bfloat16, where every other order of sums would show."""
+    target, drafter = pair("llama", torch.bfloat16)
+    ids, mask = ragged(5)
+    order = torch.tensor([3, 0, 4, 2, 1])
+    first = play(target, drafter, ids, mask, "graph").sequences
+    second = play(target, drafter, ids[order], mask[order], "graph").sequences
+    assert torch.equal(second, first[order.cuda()])
