@@ -1,117 +1,171 @@
 """
-A target with recurrent state: tokens a second with a drafter against plain generate, and what is read again.
+Targets with recurrent state: a round against a step of `generate`, by rows, with forced acceptance.
 
-    python benchmarks/recurrent.py --json out.json                      # tiny, on the CPU
-    python benchmarks/recurrent.py --shape 4b --rows 1 32 --tokens 256  # a Qwen3.5-like 4B shape on CUDA
+    python -m benchmarks.recurrent --json out.json                                              # tiny, on the CPU
+    python -m benchmarks.recurrent --shape 4b --rows 1 32 --tokens 256 --json recurrent.json    # on a CUDA machine
 
-Weights are random, and the drafter writes the target's own continuation with one wrong token where the next of
-`--accepted` says so: acceptance is forced, while drafting and verification are paid in full.
+Shapes are those of Qwen3.5, weights are random, and the acceptance is that of a published profile: drafting and
+verification are done in full, and what passes is decided by a table. The peers are `generate` with a static cache,
+whose steps Transformers compiles on a GPU, and `generate` as it is. Where the static cache does not work the reason is
+written in its place.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from transformers_dspark import DSparkConfig, DSparkDrafter, DSparkGenerationConfig
+from transformers_dspark.cli import write_json
+from transformers_dspark.environment import environment
+
+from .gpu.peers import step_seconds
+from .gpu.profiles import ACCEPTED_LENGTH, JUDGED, ForcedAcceptance, RoundClock
 
 
-SHAPES = {
+BLOCK = 7
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "initializer_range": 0.3},
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "tie_word_embeddings": True},
     "4b": {"vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32}
     | {"head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_key_heads": 16}
-    | {"linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    | {"linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    | {"tie_word_embeddings": True},
 }
 
 
-class Forced(DSparkDrafter):
-    """Its drafts are the continuation `texts[row]`, but for a wrong one behind the next accepted length."""
-
-    texts: torch.Tensor
-    accepted: list[int]
-    rounds: int
-
-    def propose(self, anchor_ids, position_ids, context, *, width=None, select=None, keep_going=None):
-        places = position_ids[:, None] + torch.arange(1, self.config.block_size + 1, device=position_ids.device)
-        truth = self.texts[: len(anchor_ids)].gather(1, places.clamp(max=self.texts.shape[1] - 1))
-        slot = self.accepted[self.rounds % len(self.accepted)] - 1
-        if slot < truth.shape[1]:
-            truth[:, slot] = (truth[:, slot] + 1) % self.config.vocab_size
-        self.rounds += 1
-        self.base = torch.nn.functional.one_hot(truth, self.config.vocab_size).to(self.dtype) * 50
-        return super().propose(anchor_ids, position_ids, context, width=width, select=select, keep_going=keep_going)
-
-    def unembed(self, hidden):
-        super().unembed(hidden)  # its price is paid
-        return self.base[:, : hidden.shape[1]]
-
-
-def timed(call, device):
-    started = time.perf_counter()
-    result = call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return result, time.perf_counter() - started
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--accepted", type=int, nargs="+", default=[6, 7, 5, 8, 6, 6, 5, 6], help="bonus included")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    device = "cuda" if args.shape != "tiny" else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+def build(shape: str, device: torch.device, dtype: torch.dtype) -> tuple[Qwen3_5ForCausalLM, DSparkDrafter]:
+    """A target of random weights, made on the device, and a drafter of five layers with a Markov head."""
     torch.manual_seed(0)
-    shape = SHAPES[args.shape]
-    config = Qwen3_5TextConfig(**shape, eos_token_id=None, pad_token_id=0)
-    with torch.device(device):
+    sizes, tiny = SHAPES[shape], shape == "tiny"
+    config = Qwen3_5TextConfig(**sizes, eos_token_id=None, pad_token_id=0)
+    layers, names = config.num_hidden_layers, ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+    with device:
         target = Qwen3_5ForCausalLM._from_config(config, dtype=dtype).eval()
-        layers = config.num_hidden_layers
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads")
-        sizes = {name: shape[name] for name in (*sizes, "num_key_value_heads")}
-        options = {"block_size": 7, "num_hidden_layers": min(5, layers), "mask_token_id": 2, "markov_rank": 0}
-        taps = sorted({1, layers // 2, layers - 2})
-        drafter = Forced(DSparkConfig(**sizes, **options, target_layer_ids=taps)).to(dtype).eval()
-    results = []
-    for rows in args.rows:
-        ids = torch.randint(3, config.vocab_size, (rows, 32), device=device)
-        greedy = {"do_sample": False, "max_new_tokens": args.tokens}
-        target.generate(ids, do_sample=False, max_new_tokens=8)
-        plain, plain_seconds = timed(lambda ids=ids, greedy=greedy: target.generate(ids, **greedy), device)
-        drafter.texts, drafter.accepted = plain, args.accepted
-        ours = DSparkGenerationConfig(**greedy, return_dict_in_generate=True)
-        for _ in range(2):  # the first warms up
-            drafter.rounds = 0
-            call = lambda ids=ids, ours=ours: target.generate(ids, assistant_model=drafter, generation_config=ours)  # noqa: E731
-            output, seconds = timed(call, device)
-        stats = output.dspark
-        read = sum(stats.reread_tokens)
-        verified = sum(map(sum, stats.verify_lengths)) + sum(map(len, stats.verify_lengths))
-        results.append(
-            {
-                "rows": rows,
-                "same_tokens": bool(torch.equal(plain, output.sequences)),
-                "plain_tokens_per_second": rows * args.tokens / plain_seconds,
-                "tokens_per_second": rows * args.tokens / seconds,
-                "mean_accepted_length": stats.mean_accepted_length,
-                "reread_tokens_per_round": read / max(1, stats.rounds),
-                "reread_share_of_mixer_tokens": read / max(1, read + verified),
-            }
+        drafter = DSparkDrafter(
+            DSparkConfig(
+                **{name: sizes[name] for name in (*names, "num_attention_heads", "num_key_value_heads")},
+                num_hidden_layers=1 if tiny else 5,
+                block_size=BLOCK,
+                mask_token_id=2,
+                markov_rank=8 if tiny else 256,
+                target_layer_ids=sorted({1, layers // 2, layers - 2}),
+            )
         )
-        print(json.dumps(results[-1]))
-    if args.json is not None:
-        args.json.write_text(json.dumps({"shape": args.shape, "results": results}, indent=1) + "\n")
+    return target, drafter.to(dtype).eval().bind_target(target)
+
+
+def drafted(
+    target: Qwen3_5ForCausalLM, drafter: DSparkDrafter, ids: torch.Tensor, tokens: int, clock: RoundClock
+) -> dict[str, float]:
+    """Seconds of a round of our loop while no row has ended, and what its mixers read again."""
+    config = DSparkGenerationConfig(
+        do_sample=False, max_new_tokens=tokens, dspark_loop="batched", return_dict_in_generate=True
+    )
+    for _ in range(2):  # the first warms up
+        clock.restart()
+        output = target.generate(
+            ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, generation_config=config
+        )
+    stats, seconds = output.dspark, clock.seconds()[:, JUDGED]
+    rounds = np.arange(2, min(map(len, stats.accepted_lengths)) - 1)
+    if len(rounds) < 2:
+        raise ValueError(f"--tokens {tokens} are over after {len(rounds)} rounds that could be timed: give more.")
+    read = sum(stats.reread_tokens[rounds[0] : rounds[-1] + 1]) / len(rounds)
+    window = sum(len(ids) + sum(row[number] for row in stats.verify_lengths) for number in rounds) / len(rounds)
+    return {
+        "round_seconds": float((seconds[rounds[-1]] - seconds[rounds[0] - 1]) / len(rounds)),
+        "reread_tokens_per_round": read,
+        "reread_share_of_mixer_tokens": read / (read + window),
+        "rounds": len(rounds),
+    }
+
+
+def measure(
+    target: Qwen3_5ForCausalLM,
+    drafter: DSparkDrafter,
+    rows: int,
+    context: int,
+    tokens: int,
+    profile: str,
+    forced: ForcedAcceptance,
+    clock: RoundClock,
+) -> dict[str, Any]:
+    noise = torch.Generator().manual_seed(rows)
+    ids = torch.randint(3, target.config.vocab_size, (rows, context), generator=noise).to(target.device)
+    peers: dict[str, Any] = {}
+    for name, options in {"generate": {}, "static cache": {"cache_implementation": "static"}}.items():
+        try:
+            peers[name] = rows / step_seconds(target, ids, 64 if options else 24, **options)
+        except Exception as error:  # a peer that does not run is a finding, and not ours to mend
+            peers[name] = f"{type(error).__name__}: {error}"
+    forced.use(profile, rows, BLOCK)
+    result = drafted(target, drafter, ids, tokens, clock)
+    length = ACCEPTED_LENGTH[profile]
+    result |= {"rows": rows, "accepted_length": length, "peers_tokens_per_second": peers}
+    result["tokens_per_second"] = rows * length / result["round_seconds"]
+    rates = {name: rate for name, rate in peers.items() if isinstance(rate, float)}
+    return result | {"speed_up": {name: result["tokens_per_second"] / rate for name, rate in rates.items()}}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recurrent", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], metavar="N", help="(default: 1 4)")
+    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="new tokens a row (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=128, metavar="N", help="of a prompt (default: %(default)s)")
+    parser.add_argument("--profile", choices=ACCEPTED_LENGTH, default="math", help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    if min(*args.rows, args.context) < 1 or args.tokens < 48:
+        parser.error("--rows and --context must be at least 1, and --tokens at least 48.")
+    if args.shape != "tiny" and not torch.cuda.is_available():
+        parser.error(f"--shape {args.shape} needs a CUDA machine: leave it at tiny.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target, drafter = build(args.shape, device, dtype)
+    clock, results = RoundClock(device), []
+    forced = ForcedAcceptance(clock, max(args.rows), BLOCK)
+    command = ["python", "-m", "benchmarks.recurrent", *(sys.argv[1:] if argv is None else argv)]
+    with forced, clock:
+        for rows in args.rows:
+            results.append(measure(target, drafter, rows, args.context, args.tokens, args.profile, forced, clock))
+            if args.json is not None:  # after each, so that what was measured stays if a later one fails
+                write_json(
+                    args.json,
+                    {
+                        "environment": environment(device, command),
+                        "shape": args.shape,
+                        "context": args.context,
+                        "acceptance": f"forced, the profile {args.profile}",
+                        "results": results,
+                    },
+                )
+    table = Table("rows", "round, ms", "tokens/s", "static cache", "generate", "read again a round")
+    for line in results:
+        peers = line["peers_tokens_per_second"]
+        shown = [
+            f"{peers[name]:.0f}" if isinstance(peers[name], float) else "-" for name in ("static cache", "generate")
+        ]
+        table.add_row(
+            str(line["rows"]),
+            f"{line['round_seconds'] * 1e3:.1f}",
+            f"{line['tokens_per_second']:.0f}",
+            *shown,
+            f"{line['reread_tokens_per_round']:.1f}",
+        )
+    Console().print(table)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

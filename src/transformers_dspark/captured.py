@@ -21,6 +21,7 @@ from .batch.processors import RowProcessors
 from .cache import RaggedCache
 from .generation_config import DraftingOptions
 from .graphs import Graph
+from .mixers import mixers
 from .modeling_dspark import DSparkDrafter
 from .static_round import RoundResult, RoundState, StaticRound
 from .target import TargetTaps
@@ -215,7 +216,7 @@ def reason_against(
         "strict_greedy=True lets tokens attend one by one": options.strict_greedy,
         "nothing is to be drafted": options.width == 0,
         "the target has a last position": last_position,
-        "the target keeps states that are no keys and values": keeps_recurrent_state(target),
+        "the target keeps states that are no keys and values": keeps_recurrent_state(target) or bool(mixers(target)),
         "a model is in training mode": target.training or drafter.training,
         "autocast is on": torch.is_autocast_enabled("cuda"),
         "the target carries adapters, which may be switched": getattr(target, "_hf_peft_config_loaded", False),
