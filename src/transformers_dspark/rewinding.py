@@ -18,9 +18,13 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer
 
 
-class _Rewinding(DynamicSlidingWindowLayer):
+class RewindingLayer(DynamicSlidingWindowLayer):
     """
     What [`rewinding`] adds to a layer of compressed attention. A forward calls `update` first, then the others.
+
+    Args of the others are those of Transformers: tokens are the second dimension of `kv` and `gate`
+    `(rows, tokens, size)`, windows that of an overlap `(rows, windows, rate, size)` and of `compressed`
+    `(rows, windows, size)`; `name` is the compressor's, of which a layer may have two.
 
     Source: the order and the meaning of these calls in Transformers' compressors of DeepSeek-V4.
     """
@@ -88,7 +92,7 @@ class _Rewinding(DynamicSlidingWindowLayer):
 @functools.cache
 def _kind(layer: type) -> type:
     # `_layer_type` would put the new class in the place of Transformers' own
-    return type(f"Rewinding{layer.__name__}", (_Rewinding, layer), {"_layer_type": None})
+    return type(f"Rewinding{layer.__name__}", (RewindingLayer, layer), {"_layer_type": None})
 
 
 def compresses(layer: CacheLayerMixin) -> bool:
@@ -123,4 +127,4 @@ def rewinding(cache: Cache | None) -> Iterator[None]:
             vars(layer).pop("_record", None)
 
 
-__all__ = ["compresses", "rewinding", "rewinding_cache"]
+__all__ = ["RewindingLayer", "compresses", "rewinding", "rewinding_cache"]

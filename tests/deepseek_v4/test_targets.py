@@ -22,7 +22,7 @@ from tests.deepseek_v4.tiny import DRAFTER, HIDDEN, VOCABULARY, stage_tensors, t
 from transformers_dspark import DSparkDrafter, DSparkGenerationConfig
 from transformers_dspark.cache import RaggedCache
 from transformers_dspark.profiling import time_steps
-from transformers_dspark.rewinding import _Rewinding, rewinding_cache
+from transformers_dspark.rewinding import RewindingLayer, rewinding_cache
 from transformers_dspark.step_costs import DraftCost, StepCost
 
 
@@ -132,7 +132,7 @@ def naive_crop(layer, tokens_to_remove):
     vars(layer).update(kept)
 
 
-real_crop = _Rewinding.crop
+real_crop = RewindingLayer.crop
 
 
 # ---- caches
@@ -166,7 +166,7 @@ def test_every_offset_modulo_128(part):
 
 
 def test_a_naive_crop_is_seen_in_the_caches(monkeypatch):
-    monkeypatch.setattr(_Rewinding, "crop", naive_crop)
+    monkeypatch.setattr(RewindingLayer, "crop", naive_crop)
     with pytest.raises(AssertionError, match=r"buffer_kv|entry_count"):
         check_offsets("mixed", [13])
 
@@ -264,7 +264,7 @@ def test_two_hundred_prompts(knowing, shape, block, loop):
 
 @pytest.mark.parametrize("loop", ["batched", "transformers"])
 def test_a_naive_crop_is_seen_in_the_tokens(knowing, loop, monkeypatch):
-    monkeypatch.setattr(_Rewinding, "crop", naive_crop)
+    monkeypatch.setattr(RewindingLayer, "crop", naive_crop)
     with pytest.raises(AssertionError):
         check_greedy(knowing, "mixed", 4, loop, batches=1, rows=2, count=24)
 
