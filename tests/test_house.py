@@ -35,6 +35,7 @@ LADDER = [
     "telemetry",
     "ceiling",
     "round_statistics",
+    "recalibration",
     "strict",
     "lending",
     "graphs",

@@ -25,6 +25,7 @@ _EXPORTS = {
     "DSparkGenerateOutput": "telemetry",
     "DSparkGenerationConfig": "generation_config",
     "GenerationStats": "telemetry",
+    "OnlineCalibration": "recalibration",
     "RoundRecord": "telemetry",
     "RoundStatistics": "round_statistics",
     "StepCostTable": "step_costs",
@@ -39,6 +40,7 @@ __all__ = [
     "DSparkGenerateOutput",
     "DSparkGenerationConfig",
     "GenerationStats",
+    "OnlineCalibration",
     "RoundRecord",
     "RoundStatistics",
     "StepCostTable",
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
     from .generation_config import DSparkGenerationConfig
     from .modeling_dspark import DSparkDrafter
+    from .recalibration import OnlineCalibration
     from .round_statistics import RoundStatistics
     from .slot import generate
     from .step_costs import StepCostTable
