@@ -91,7 +91,7 @@ def pictures_of(result: Any) -> dict[str, Draw]:
     if result.get("runs"):
         found["throughput"] = lambda axes: _throughput(axes, result["runs"])
         counts = {
-            f"{run['prompts']}, {run['rows']} rows": figures["verify_length_counts"]
+            f"{run['prompts']}, {_rows(run['rows'])}": figures["verify_length_counts"]
             for run in result["runs"]
             for mode, figures in run["modes"].items()
             if mode != "static" and "verify_length_counts" in figures
@@ -320,9 +320,13 @@ def _step_costs(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
         if step["context"] == context:
             lines[step["rows"]].append((step["tokens"], 1e3 * step["seconds"]))
     for rows, style in zip(sorted(lines), itertools.cycle(LINES), strict=False):
-        axes.plot(*zip(*sorted(lines[rows]), strict=True), label=f"{rows} rows", **style)
+        axes.plot(*zip(*sorted(lines[rows]), strict=True), label=_rows(rows), **style)
     axes.set(xlabel=f"tokens in the step (context {context})", ylabel="milliseconds", ylim=(0, None))
     axes.legend()
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'s' if count > 1 else ''}"
 
 
 def _budget(axes: Any, rounds: Sequence[Mapping[str, Any]]) -> None:
