@@ -25,6 +25,8 @@ def test_temperatures_are_found_and_stored(pair, capsys):
     assert result["fitted_on_blocks"] > 20
     assert result["judged_on_blocks"] > 20
     after, before = ([line[f"error_{when}"] for line in result["positions"]] for when in ("after", "before"))
+    assert result["means"]["error_after"] == pytest.approx(sum(after) / len(after))
+    assert result["means_by_temperature"].keys() == {"0", "1"}
     assert sum(after) < sum(before)  # an untrained head is sure of nothing, and its drafts fail
     assert "judged on" in capsys.readouterr().out
     # the temperatures that a drafter holds are undone before the next fit, so it finds the same ones

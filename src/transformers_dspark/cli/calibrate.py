@@ -24,13 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import torch
     from rich.console import Console
 
     from ..calibration import ConfidenceCalibration
     from ..checkpoints import read_config
     from ..configuration_dspark import DSparkConfig
     from ..environment import environment
-    from ..evaluation.confidences import calibration_figures, labelled_confidences, reliability
+    from ..evaluation.confidences import calibration_figures, labelled_confidences, means, reliability
     from ..evaluation.prompts import read_conversations
     from ..evaluation.real_pair import find_drafter
     from ..evaluation.runs import converse
@@ -51,23 +52,28 @@ def run(args: argparse.Namespace) -> int:
     pair = load_pair(args)
     if not pair.drafter.config.enable_confidence_head:
         raise UsageError(f"{drafter} has no confidence head, so there is nothing to calibrate.")
-    halves: dict[str, list[GenerationStats]] = {"fit": [], "judge": []}
+    halves: dict[tuple[str, float], list[GenerationStats]] = {
+        (half, temperature): [] for temperature in args.temperature for half in ("fit", "judge")
+    }
     try:
         with progress_bar() as progress:
             task = progress.add_task("answering", total=len(prompts) * len(args.temperature))
-            for temperature in args.temperature:
-                for name, share in (("fit", prompts[::2]), ("judge", prompts[1::2])):
-                    options = args.rows, args.max_new_tokens, temperature, args.seed
-                    for answers in converse(pair, share, *options):
-                        halves[name].append(answers.stats)
-                        progress.advance(task, len(answers.ids))
+            for (half, temperature), calls in halves.items():
+                share = prompts[::2] if half == "fit" else prompts[1::2]
+                for answers in converse(pair, share, args.rows, args.max_new_tokens, temperature, args.seed):
+                    calls.append(answers.stats)
+                    progress.advance(task, len(answers.ids))
     except KeyboardInterrupt:
-        answered = sum(len(stats.accepted_lengths) for half in halves.values() for stats in half)
+        answered = sum(len(stats.accepted_lengths) for calls in halves.values() for stats in calls)
         raise Interrupted(
             f"temperatures need both halves, so none are written; --limit {answered} would be done by now"
         ) from None
     applied = ConfidenceCalibration.of(pair.drafter.config).temperatures
-    blocks = {name: labelled_confidences(GenerationStats.merge(found), applied) for name, found in halves.items()}
+    parts = {key: labelled_confidences(GenerationStats.merge(calls), applied) for key, calls in halves.items()}
+    blocks: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for half in ("fit", "judge"):
+        logits, passed = zip(*(part for key, part in parts.items() if key[0] == half), strict=True)
+        blocks[half] = torch.cat(logits), torch.cat(passed)
     if not all(len(logits) for logits, _ in blocks.values()):
         raise UsageError(
             "The answers are too short for a whole block: give more prompts or a larger --max-new-tokens."
@@ -88,6 +94,12 @@ def run(args: argparse.Namespace) -> int:
         "temperatures": list(found.temperatures),
         "fitted_on_blocks": found.samples,
         "judged_on_blocks": len(blocks["judge"][0]),
+        "means": means(figures),
+        "means_by_temperature": {
+            f"{temperature:g}": means(calibration_figures(*part, applied, found.temperatures))
+            for (half, temperature), part in parts.items()
+            if half == "judge" and len(part[0])
+        },
         "positions": [{**line, **bins} for line, bins in zip(figures, points, strict=True)],
     }
     write_json(args.json, result)

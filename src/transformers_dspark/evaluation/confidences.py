@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -64,6 +66,13 @@ def calibration_figures(
     return figures
 
 
+def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+    """Each of [`calibration_figures`] over all positions; `None` where a position has none."""
+    names = [name for name in figures[0] if name != "position"]
+    found = {name: statistics.fmean(line[name] for line in figures) for name in names}
+    return {name: None if math.isnan(value) else value for name, value in found.items()}
+
+
 def reliability(
     logits: torch.Tensor, passed: torch.Tensor, before: Sequence[float], after: Sequence[float], bins: int = 10
 ) -> list[dict[str, list[tuple[int, float, float]]]]:
@@ -90,4 +99,4 @@ def reliability(
     return found
 
 
-__all__ = ["calibration_figures", "labelled_confidences", "reliability"]
+__all__ = ["calibration_figures", "labelled_confidences", "means", "reliability"]
