@@ -100,7 +100,7 @@ def _tried(mixer: nn.Module, size: int, dtype: torch.dtype) -> bool | str:
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
             _known[mixer] = f"reads more than the states before it ({type(error).__name__}: {error})"
         else:
-            # the usual bounds of a time step are none; where they matter, some forms heed them and others do not
+            # bounds of a time step: forms that read several tokens heed them, those that read one do not
             bounded = tuple(getattr(mixer, "time_step_limit", None) or (0.0, float("inf"))) != (0.0, float("inf"))
             _known[mixer] = bounded or not gap <= (1e-3 if dtype == torch.float32 else 0.1)
     return _known[mixer]

@@ -136,7 +136,6 @@ RECURRENT = {
         "BailingHybridForCausalLM", "BailingHybridConfig", **LATENT, head_dim=8, first_k_dense_replace=1
     ),
     "zaya": _make("ZayaForCausalLM", "ZayaConfig", **BASE),
-    # mixers that have to be given one token at a time
     "mamba": _make("MambaForCausalLM", "MambaConfig", **MAMBA1, state_size=8),
     "falcon-mamba": _make("FalconMambaForCausalLM", "FalconMambaConfig", **MAMBA1, state_size=8),
     "jamba": _make(
@@ -169,6 +168,8 @@ RECURRENT = {
         adapter_rank=4,
     ),
 }
+# their mixers have to be given one token at a time
+ONE_BY_ONE = {"mamba", "falcon-mamba", "jamba", "zamba", "zamba2", "nemotron-h"}
 LOCAL = {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"], "head_dim": 8}
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
 # families that stay out, and words of the reason
@@ -185,8 +186,14 @@ REFUSED = {
         _make("xLSTMForCausalLM", "xLSTMConfig", vocab_size=64, hidden_size=32, num_hidden_layers=3, num_heads=4),
         "outside the cache",
     ),
-    "inkling": (_make("InklingForCausalLM", "InklingTextConfig", **COMMON), "in 4 modules"),
-    "inkling2": (_make("Inkling2ForCausalLM", "Inkling2TextConfig", **COMMON), "in 4 modules"),
+    "inkling": (
+        _make("InklingForCausalLM", "InklingTextConfig", **COMMON, **EXPERTS, n_routed_experts=4),
+        "4 modules",
+    ),
+    "inkling2": (
+        _make("Inkling2ForCausalLM", "Inkling2TextConfig", **COMMON, **EXPERTS, n_routed_experts=4),
+        "4 modules",
+    ),
     "qwen4-exp": (
         _make(
             "Qwen4ExpForCausalLM",

@@ -1,31 +1,27 @@
 """
 Targets with recurrent state: the very tokens of plain generate, and its states.
 
-100 prompts, every block from 1 to 8: `pytest tests/recurrent -m slow`.
+100 prompts of every family, and all modes and schedulers on one of each kind: `pytest tests/recurrent -m slow`.
 """
 
 import pytest
 import torch
-from transformers import DynamicCache, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 import transformers_dspark
-from tests.batch.conftest import BatchLab, ragged, texts_of
+from tests.batch.conftest import ragged, texts_of
 from transformers_dspark import DSparkGenerationConfig
+from transformers_dspark.cache import check_layers
+from transformers_dspark.mixers import read_one_by_one
 from transformers_dspark.profiling import time_steps
-from transformers_dspark.recurrent import SETTLE, mixers
+from transformers_dspark.recurrent import SETTLE
 
-from .families import BASE, RECURRENT
+from .families import ONE_BY_ONE, RECURRENT, REFUSED
+from .sweep import RecurrentLab, sweep
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
-
-
-class RecurrentLab(BatchLab):
-    def target(self, kind="llama", **changes):
-        if kind in RECURRENT and kind not in self.targets:
-            torch.manual_seed(0)
-            self.targets[kind] = RECURRENT[kind]().eval()
-        return self.targets[kind] if kind in RECURRENT else super().target(kind, **changes)
+KINDS = ["qwen3.5", "zamba2"]  # mixers that read whole windows, and such as read token by token
+MODES = [(mode, scheduler) for mode in ("static", "compact", "cap-accept") for scheduler in ("causal", "lagged")]
 
 
 @pytest.fixture(scope="module")
@@ -42,46 +38,29 @@ def plain_and_ours(lab, kind, rows, block, seed=3, **options):
     return plain, target.generate(ids, assistant_model=drafter, **options)
 
 
-@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_greedy(lab, kind, rows):
-    index = list(RECURRENT).index(kind)
-    plain, ours = plain_and_ours(lab, kind, rows, 1 + (index + 3 * rows) % 8)
+def test_greedy(lab, kind):
+    plain, ours = plain_and_ours(lab, kind, 3, 2 + list(RECURRENT).index(kind) % 7)
     assert torch.equal(plain, ours)
+    assert read_one_by_one(lab.target(kind)) == (kind in ONE_BY_ONE)
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5-multimodal", "lfm2", "zamba2"])
+def test_states_equal_plain_decoding(lab, kind):
+    """However far a row has gone, its states are those of plain decoding, one token at a time."""
+    figures = sweep(lab, kind, {3: 3}, every_block=False, compared=1)
+    assert figures["other_tokens"] == 0
+    assert figures["states"] > 50
+    assert figures["largest_gap"] < 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(1, 9))
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_hundred_prompts(lab, kind, block):
-    for seed in range(20):
-        for rows in (1, 5):
-            plain, ours = plain_and_ours(lab, kind, rows, block, seed=seed)
-            assert torch.equal(plain, ours)
-
-
-@pytest.mark.parametrize("kind", ["qwen3.5", "lfm2", "mamba2", "falcon-h1"])
-def test_states_equal_plain_decoding(lab, kind):
-    """However far a row has gone, its states are those of plain decoding, one token at a time."""
-    target, (ids, mask) = lab.target(kind), ragged(3)
-    for count in (5, 24):
-        plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=count)
-        drafter = lab.knowing(texts_of(plain, mask), block_size=4)
-        options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": count}
-        ours = target.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **options)
-        for row, length in enumerate(ours.cache.lengths):
-            text = torch.tensor([texts_of(plain, mask)[row][:length]])
-            cache = DynamicCache(config=target.config)
-            with torch.no_grad():
-                for token in text[0]:
-                    target(token.view(1, 1), cache=cache, use_cache=True)
-            found = ours.cache.recurrent.states(row, length)
-            assert set(found) == set(mixers(target))
-            for index, layer in found.items():
-                for name in ("conv_states", "recurrent_states"):
-                    expected = getattr(cache.layers[index], name)[0]
-                    if expected is not None:
-                        torch.testing.assert_close(getattr(layer, name)[0], expected, rtol=1e-5, atol=1e-5)
+def test_hundred_prompts(lab, kind):
+    figures = sweep(lab, kind, {1: 100, 5: 100}, every_block=False, compared=5)
+    assert figures["other_tokens"] == 0
+    assert figures["largest_gap"] < 1e-3
+    assert figures["blocks_rejected_at_every_slot"] == list(range(1, 9))
 
 
 def test_rows_are_independent_when_sampling(lab):
@@ -105,24 +84,100 @@ def test_rows_are_independent_when_sampling(lab):
         assert torch.equal(together[row : row + 1], alone)
 
 
-@pytest.mark.parametrize("verify_mode", ["static", "compact", "cap-accept"])
-@pytest.mark.parametrize("scheduler", ["causal", "lagged"])
-def test_modes(lab, verify_mode, scheduler):
-    target, (ids, mask) = lab.target("qwen3.5"), ragged(4)
+def modes_agree(lab, kind, verify_mode, scheduler):
+    target, (ids, mask) = lab.target(kind), ragged(4)
     plain = target.generate(ids, attention_mask=mask, **GREEDY)
     config = DSparkGenerationConfig(
         verify_mode=verify_mode, scheduler=scheduler, step_cost_table=lab.table(), **GREEDY
     )
     drafter = lab.knowing(texts_of(plain, mask), block_size=4)
-    assert torch.equal(
-        plain, target.generate(ids, attention_mask=mask, assistant_model=drafter, generation_config=config)
+    ours = target.generate(ids, attention_mask=mask, assistant_model=drafter, generation_config=config)
+    assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize(("kind", "verify_mode", "scheduler"), [("qwen3.5", *MODES[2]), ("zamba2", *MODES[5])])
+def test_modes(lab, kind, verify_mode, scheduler):
+    modes_agree(lab, kind, verify_mode, scheduler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verify_mode", "scheduler"), MODES)
+@pytest.mark.parametrize("kind", [*KINDS, "lfm2", "nemotron-h"])
+def test_all_modes(lab, kind, verify_mode, scheduler):
+    modes_agree(lab, kind, verify_mode, scheduler)
+
+
+def mean_square(target, sequences, start, temperature):
+    """
+    Squares of how many standard deviations counts of tokens are off what the target's law expects of them, on average:
+    about 1 for samples of that law. A count is that of one token where the law gives it a low, middling or high
+    probability; rare ones are left out.
+    """
+    with torch.no_grad():
+        logits = target(sequences).logits[:, start - 1 : -1].double() / temperature
+    law = logits.softmax(dim=-1).flatten(0, 1)
+    seen = torch.nn.functional.one_hot(sequences[:, start:].flatten(), law.shape[1])
+    squares = []
+    for low, high in ((0, 0.02), (0.02, 0.2), (0.2, 1)):
+        cell = (law > low) & (law <= high)
+        variance = (law * (1 - law) * cell).sum(dim=0)
+        squares.append((((seen - law) * cell).sum(dim=0).square() / variance)[variance > 8])
+    assert len(torch.cat(squares)) > 80
+    return float(torch.cat(squares).mean())
+
+
+def follows_the_law(lab, kind, verify_mode, scheduler, calls):
+    target, start = lab.target(kind), 9
+    ids = ragged(1)[0].expand(64, -1)
+    drafter, texts, accepted = lab.drafter(block_size=4), [], set()
+    for seed in range(calls):
+        config = DSparkGenerationConfig(
+            do_sample=True,
+            top_k=0,
+            temperature=1.6,
+            max_new_tokens=24,
+            verify_mode=verify_mode,
+            scheduler=scheduler,
+            step_cost_table=None if verify_mode == "static" else lab.table(per_token=0.02),
+            seed=1000 * seed,
+            return_dict_in_generate=True,
+        )
+        output = target.generate(ids, assistant_model=drafter, generation_config=config)
+        texts.append(output.sequences)
+        accepted |= {length for row in output.dspark.accepted_lengths for length in row}
+    texts = torch.cat(texts)
+    assert len(accepted) > 1  # drafts pass, and are rejected
+    assert mean_square(target, texts, start, 1.6) < 1.45  # by chance in one of some thousand samples
+    assert mean_square(target, texts, start, 1.2) > 1.45  # it would be seen
+
+
+@pytest.mark.parametrize(("kind", "verify_mode", "scheduler"), [("qwen3.5", *MODES[3]), ("zamba2", *MODES[1])])
+def test_sampling_follows_the_law(lab, kind, verify_mode, scheduler):
+    follows_the_law(lab, kind, verify_mode, scheduler, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verify_mode", "scheduler"), MODES)
+@pytest.mark.parametrize("kind", [*KINDS, "lfm2", "falcon-h1"])
+def test_sampling_follows_the_law_in_all_modes(lab, kind, verify_mode, scheduler):
+    follows_the_law(lab, kind, verify_mode, scheduler, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_door(lab, kind):
+    target, (ids, mask) = lab.target(kind), ragged(2)
+    plain = target.generate(ids, attention_mask=mask, **GREEDY)
+    drafter = lab.knowing(texts_of(plain, mask), block_size=4)
+    ours = target.generate(
+        ids, attention_mask=mask, custom_generate=transformers_dspark.generate, drafter=drafter, **GREEDY
     )
+    assert torch.equal(plain, ours)
 
 
-@pytest.mark.parametrize("kept", [40, 12])
-def test_a_later_turn(lab, kept):
+@pytest.mark.parametrize(("kind", "kept"), [("qwen3.5", 40), ("qwen3.5", 12), ("mamba", 40)])
+def test_a_later_turn(lab, kind, kept):
     """Goes on from a returned cache, also where the text was changed before the settled tokens."""
-    target, (ids, mask) = lab.target("qwen3.5"), ragged(2)
+    target, (ids, mask) = lab.target(kind), ragged(2)
     drafter = lab.drafter(block_size=4)
     first = target.generate(ids, attention_mask=mask, assistant_model=drafter, return_dict_in_generate=True, **GREEDY)
     more = torch.cat((first.sequences[:, :kept], torch.tensor([[9, 8, 7]] * 2)), dim=1)
@@ -164,15 +219,17 @@ def test_the_other_loop_and_other_assistants_are_refused(lab):
         transformers_dspark.integration.register()
 
 
-def test_a_family_that_stays_out_is_named(lab):
-    kinds = {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"], "head_dim": 8}
-    target = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**BASE, **kinds)).eval()
-    with pytest.raises(NotImplementedError, match="recurrent_gemma"):
-        target.generate(ragged(1)[0], assistant_model=lab.drafter(), max_new_tokens=4)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_families_that_stay_out_are_named(kind):
+    build, reason = REFUSED[kind]
+    target = build()
+    with pytest.raises(NotImplementedError, match=f"{target.config.model_type} target .*{reason}"):
+        check_layers(target)
 
 
-def test_steps_are_timed(lab):
-    counts = [step[:3] for step in time_steps(lab.target("qwen3.5"), [2], [3], [9], 1)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_timed(lab, kind):
+    counts = [step[:3] for step in time_steps(lab.target(kind), [2], [3], [9], 1)]
     assert counts == [(2, 6, 9)]
 
 
@@ -184,3 +241,8 @@ def test_tokens_read_again_are_counted_and_bounded(lab):
     stats = target.generate(ids, attention_mask=mask, assistant_model=drafter, **options).dspark
     assert len(stats.reread_tokens) == stats.rounds
     assert 0 < max(stats.reread_tokens) <= 2 * SETTLE + 5
+
+
+def test_nothing_is_read_again_where_mixers_read_token_by_token(lab):
+    _, ours = plain_and_ours(lab, "mamba", 2, 4, return_dict_in_generate=True)
+    assert set(ours.dspark.reread_tokens) == {0}
