@@ -249,7 +249,7 @@ def check_greedy(knowing, shape, block, loop, batches, rows=20, count=12, stages
     [("mixed", 5, "batched"), ("compressed", 4, "batched"), ("compressed", 2, "transformers")],
 )
 def test_greedy(knowing, shape, block, loop):
-    check_greedy(knowing, shape, block, loop, batches=1, rows=4 if loop == "batched" else 1, count=24)
+    check_greedy(knowing, shape, block, loop, batches=1, rows=3 if loop == "batched" else 1, count=20)
 
 
 @pytest.mark.slow
@@ -273,12 +273,12 @@ def test_padded_rows_are_those_of_single_prompts(knowing):
     """Plain generate counts padding into the windows that it compresses, and so writes another text."""
     target, ids = target_of(), prompts(2, 19, seed=4)
     mask = (torch.arange(19) >= 5 * torch.arange(2)[:, None]).long()
-    texts = [alone(target, row[seen.bool()], 20) for row, seen in zip(ids, mask, strict=True)]
+    texts = [alone(target, row[seen.bool()], 12) for row, seen in zip(ids, mask, strict=True)]
     ours = target.generate(
-        ids * mask, attention_mask=mask, assistant_model=knowing(texts), do_sample=False, max_new_tokens=20
+        ids * mask, attention_mask=mask, assistant_model=knowing(texts), do_sample=False, max_new_tokens=12
     )
     assert texts_of(ours, mask) == texts
-    plain = target.generate(ids * mask, attention_mask=mask, do_sample=False, max_new_tokens=20)
+    plain = target.generate(ids * mask, attention_mask=mask, do_sample=False, max_new_tokens=12)
     assert texts_of(plain, mask) != texts
 
 
@@ -287,12 +287,10 @@ def table():
     return FixedTable(steps, (DraftCost(1, 0.05), DraftCost(8, 0.05)))
 
 
-@pytest.mark.parametrize(
-    ("verify_mode", "scheduler"), [("compact", "causal"), ("compact", "lagged"), ("cap-accept", "lagged")]
-)
+@pytest.mark.parametrize(("verify_mode", "scheduler"), [("compact", "causal"), ("cap-accept", "lagged")])
 def test_modes_and_processors(knowing, verify_mode, scheduler):
     target, ids = target_of(), prompts(3, 11, seed=6)
-    options = {"do_sample": False, "max_new_tokens": 20, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
+    options = {"do_sample": False, "max_new_tokens": 14, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     plain = target.generate(ids, **options)
     config = DSparkGenerationConfig(verify_mode=verify_mode, scheduler=scheduler, step_cost_table=table(), **options)
     assert torch.equal(
@@ -329,9 +327,9 @@ def test_a_later_turn(knowing, loop):
 def test_the_public_door_and_the_default_loops(knowing, rows):
     """One prompt gets a cache of Transformers' own back."""
     target, ids = target_of(), prompts(rows, 12, seed=8)
-    plain = target.generate(ids, do_sample=False, max_new_tokens=16)
+    plain = target.generate(ids, do_sample=False, max_new_tokens=8)
     own = {"custom_generate": transformers_dspark.generate, "drafter": knowing(plain.tolist())}
-    options = {"do_sample": False, "max_new_tokens": 16, "return_dict_in_generate": True}
+    options = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True}
     out = target.generate(ids, **own, **options, output_hidden_states=True)
     assert torch.equal(plain, out.sequences)
     assert "Rewinding" not in str(out.cache)
@@ -345,11 +343,11 @@ def test_the_public_door_and_the_default_loops(knowing, rows):
 def test_a_real_drafter_of_a_synthetic_checkpoint(drafter_of):
     """Its drafts are hardly ever right; two rows, of which one ends early."""
     target, ids = target_of(), prompts(2, 13, seed=9)
-    plain = target.generate(ids, do_sample=False, max_new_tokens=20)
-    eos = int(plain[0, 18])
-    plain = target.generate(ids, do_sample=False, max_new_tokens=20, eos_token_id=eos, pad_token_id=0)
+    plain = target.generate(ids, do_sample=False, max_new_tokens=9)
+    eos = int(plain[0, 17])
+    plain = target.generate(ids, do_sample=False, max_new_tokens=9, eos_token_id=eos, pad_token_id=0)
     drafter, options = drafter_of("mixed", 5), {"eos_token_id": eos, "pad_token_id": 0}
-    ours = target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=20, **options)
+    ours = target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=9, **options)
     assert torch.equal(ours, plain)
 
 
