@@ -54,6 +54,7 @@ LADDER = [
     "processors",
     "batch",
     "static_round",
+    "quicker",
     "captured",
     "captured_loop",
     "decoding",

@@ -23,6 +23,7 @@ from .generation_config import DraftingOptions
 from .graphs import Graph
 from .mixers import mixers
 from .modeling_dspark import DSparkDrafter
+from .quicker import Quicker
 from .static_round import RoundResult, RoundState, StaticRound
 from .target import TargetTaps
 
@@ -62,6 +63,10 @@ class Report(NamedTuple):
     confidence: torch.Tensor | None
 
 
+class CaptureError(RuntimeError):
+    """A round could not be captured; nothing of it has happened."""
+
+
 class CapturedRounds:
     """
     The buffers and graphs of a pair, for calls of up to a number of rows and tokens.
@@ -86,7 +91,9 @@ class CapturedRounds:
         self.cache = RaggedCache(target, drafter, rows + 1, length)
         self.state = RoundState(rows, length, drafter.config.num_draft_tokens, target.device)
         self._target, self._drafter = target, drafter
-        self.taps = TargetTaps(target, drafter.config.target_layer_ids, compiling=compiling)
+        self._quicker = Quicker(target, drafter, compiling)
+        self.taps = TargetTaps(target, drafter.config.target_layer_ids, step=self._quicker.step)
+        self.failure: str | None = None  # why there are no graphs, after a capture that failed
         self._addresses = _addresses(target, drafter)
         self._graphs: dict[tuple[Any, ...], Graph[Report]] = {}
         self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
@@ -154,6 +161,9 @@ class CapturedRounds:
             total (`int`): Tokens that they send.
             drafting (`bool`): Whether they draft.
             processors, eos_ids, vocabulary, sampling: As for [`StaticRound`].
+
+        Raises:
+            CaptureError: something in the models cannot be captured or compiled.
         """
         key = (rows, total, drafting, processors.signature, frozenset(eos_ids), vocabulary, sampling)
         if key not in self._graphs:
@@ -170,8 +180,15 @@ class CapturedRounds:
             )
             live = self.state.live.clone()
             self.state.live.fill_(False)  # nothing is committed while a round warms up
-            self._graphs[key] = Graph(lambda: _report(static(total, drafting)), self._target.device, self._pool)
-            self.state.live.copy_(live)
+            try:
+                with self._quicker():
+                    made = Graph(lambda: _report(static(total, drafting)), self._target.device, self._pool)
+            except Exception as error:  # whatever the models, their libraries or the compiler raise
+                self.failure = f"{type(error).__name__}: {error}".split("\n")[0]
+                raise CaptureError(self.failure) from error
+            finally:
+                self.state.live.copy_(live)
+            self._graphs[key] = made
         return self._graphs[key]
 
     @property
@@ -239,4 +256,4 @@ def _addresses(*models: torch.nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-__all__ = ["CapturedRounds", "reason_against", "tiers"]
+__all__ = ["CaptureError", "CapturedRounds", "reason_against", "tiers"]

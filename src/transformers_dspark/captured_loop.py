@@ -17,7 +17,7 @@ import torch
 
 from .batch.processors import RowProcessors
 from .batch.schedule import RoundSchedule
-from .captured import CapturedRounds, tiers
+from .captured import CapturedRounds, CaptureError, tiers
 from .sampling import RowNoise
 
 
@@ -110,16 +110,34 @@ class CapturedLoop:
         schedule.read_late()
 
     def step(self) -> CapturedRound | None:
-        """Sends the next round off and returns the one before, if there was one."""
+        """
+        Sends the next round off and returns the one before, if there was one.
+
+        Raises:
+            CaptureError: the next one cannot be captured. The loop is as it was.
+        """
         before, self._under_way = self._under_way, None
         live = self._size - sum(row in self._gone for row in self._places[: self._size])
         if live <= self._size // 2 and before is None and live:
             self._compact(live)
         if live > self._size // 2:
-            self._under_way = self._play(live)
+            try:
+                self._under_way = self._play(live)
+            except CaptureError:
+                self._under_way = before
+                raise
         else:
             self._clock.pause()
         return None if before is None else self._read(before)
+
+    def leave(self) -> CapturedRound | None:
+        """Reads the round that is under way, if there is one, and brings live rows to the front of the cache."""
+        before, self._under_way = self._under_way, None
+        done = None if before is None else self._read(before)
+        live = sum(row not in self._gone for row in self._places)
+        if live:
+            self._compact(live)
+        return done
 
     def end(self, row: int) -> None:
         """Ends a row's text for a reason that the device does not know."""

@@ -22,13 +22,13 @@ from .attention import use_ragged_attention
 from .batch.drafting import Drafts, RowDrafting
 from .batch.inputs import BatchInputs
 from .batch.outputs import TokenRecords
-from .batch.processors import RowProcessors
+from .batch.processors import RowProcessors, no_token_left
 from .batch.schedule import RoundSchedule
 from .batch.stopping import RowStopping
 from .batch.trace import RoundTrace, RowCounts
 from .cache import RaggedCache
-from .captured import CapturedRounds, reason_against
-from .captured_loop import CapturedLoop
+from .captured import CapturedRounds, CaptureError, reason_against
+from .captured_loop import CapturedLoop, CapturedRound
 from .generation_config import DraftingOptions, eos_ids
 from .modeling_dspark import DSparkDrafter
 from .sampling import RowNoise, Verdict, accept, accept_greedy
@@ -96,7 +96,7 @@ def batched_decoding(
                 streamer.put(torch.tensor(tokens[0]))
             if not batch.live:
                 break
-            tokens = batch.round() if batch.captured is None else batch.captured_round()
+            tokens = batch.captured_round() if batch.plays_graphs else batch.round()
         if streamer is not None:
             streamer.end()
         return batch.output()
@@ -137,6 +137,7 @@ class _Batch:
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, keep_all=self.records.hidden_states)
         self._eos_ids = eos_ids(config)
         self._processors = RowProcessors(logits_processor, rows, self._eos_ids)
+        self._row_by_row = self._processors.may_run_models or self._stopping.may_run_models
         seeds = self.options.row_seeds(rows) if config.do_sample or self.options.seed is not None else []
         self._drafting = RowDrafting(
             drafter, self._processors, self.options.confidence_threshold, self._eos_ids, self.device
@@ -164,13 +165,18 @@ class _Batch:
         if self.captured is not None:
             self.captured.give_back()
 
+    @property
+    def plays_graphs(self) -> bool:
+        """Whether the next round is a captured one."""
+        return self.captured is not None and self.captured.failure is None
+
     def _new_cache(self) -> RaggedCache:
-        rows, wanted = len(self.ends), self.options.use_cuda_graphs
+        rows = len(self.ends)
         reason = reason_against(
             self.target,
             self.drafter,
             self.options,
-            row_by_row=self._processors.may_run_models or self._stopping.may_run_models,
+            row_by_row=self._row_by_row,
             records=self.records.wanted,
             last_position=self._positions_end is not None,
         )
@@ -181,7 +187,7 @@ class _Batch:
         if self.captured is not None:
             self.taps = self.captured.taps
             return self.captured.cache
-        if wanted is True:
+        if self.options.use_cuda_graphs is True:
             raise NotImplementedError(
                 f"use_cuda_graphs=True: the rounds of this call cannot be captured ({reason}). Leave it at 'auto'."
             )
@@ -190,8 +196,7 @@ class _Batch:
 
     def attention(self) -> AbstractContextManager[Any]:
         """Ours for the whole call. Where others' code may run the target as well, only its own forwards have it."""
-        others = self._processors.may_run_models or self._stopping.may_run_models
-        return nullcontext() if others else use_ragged_attention(self.target)
+        return nullcontext() if self._row_by_row else use_ragged_attention(self.target)
 
     # ---- the steps of a round ---------------------------------------------------------------------------------------
 
@@ -286,31 +291,44 @@ class _Batch:
                 vocabulary=self._vocabulary,
                 limit=self.max_length,
             )
+        try:
+            return self._commit_captured(self._loop, self._loop.step())
+        except CaptureError as error:
+            if self.options.use_cuda_graphs is True:
+                raise
+            logger.warning(f"DSpark goes on without CUDA graphs: {error}.")
+            tokens = self._commit_captured(self._loop, self._loop.leave())
+            self._leave_graphs(self._loop)
+            return tokens
+
+    def _commit_captured(self, loop: CapturedLoop, done: CapturedRound | None) -> list[list[int]]:
         by_row: list[list[int]] = [[] for _ in self.ends]
-        done = self._loop.step()
         if done is None:
             return by_row
         for row, tokens, failed in zip(done.rows, done.tokens, done.failed, strict=True):
             if failed:
-                raise _no_token(row)
+                raise no_token_left(row)
             by_row[row] = tokens
             self._stopping.kept(row, self.text, self.ends[row], tokens)
             self.ends[row] += len(tokens)
             if self._stopping.done(row):
-                self._loop.end(row)
+                loop.end(row)
                 self.live -= 1
         self._schedule.remember(done.rows, done.confidence)
-        self._schedule.record(
-            done.rows, done.drafted, done.sent, done.accepted, done.total, done.context, (None, done.seconds)
-        )
+        figures = done.drafted, done.sent, done.accepted, done.total, done.context, (None, done.seconds)
+        self._schedule.record(done.rows, *figures)
         self._count(done.rows, done.sent, done.accepted, done.tokens, (0.0, done.seconds))
         if self.config.return_dict_in_generate and done.confidence is not None:
             for row, count, values in zip(done.rows, done.sent, done.confidence.tolist(), strict=True):
                 self.stats.confidences[row].extend(values[:count])
         if not self.live:
-            self._loop.write_back(self.text)
-            self.places[: len(self._loop.order)] = self._loop.order
+            self._leave_graphs(loop)
         return by_row
+
+    def _leave_graphs(self, loop: CapturedLoop) -> None:
+        loop.write_back(self.text)
+        self.places[: len(loop.order)] = loop.order
+        self.cache.context.live = self.live
 
     def _draft(self, caps: list[int]) -> Drafts:
         """Up to `caps` drafts for each place; their tokens are also written behind the texts."""
@@ -411,7 +429,7 @@ class _Batch:
         accepted, bonus = torch.stack(verdict).tolist()
         if max(bonus) >= self._vocabulary:
             row = self.places[bonus.index(max(bonus))]
-            raise _no_token(row)
+            raise no_token_left(row)
         rows = self.places[: len(bonus)]
         index = torch.tensor(rows, device=self.device)
         ends = torch.tensor([self.ends[row] for row in rows], device=self.device)
@@ -435,11 +453,7 @@ class _Batch:
         kept: list[list[int]],
         seconds: tuple[float, float],
     ) -> None:
-        figures = [[0] * len(self.ends) for _ in range(3)]
-        for place, row in enumerate(rows):
-            for list_of, value in zip(figures, (sent[place], accepted[place], len(kept[place])), strict=True):
-                list_of[row] = value
-        self.stats.record_round(*figures)
+        self.stats.record_rows(len(self.ends), rows, sent, accepted, list(map(len, kept)))
         if self.cache.recurrent is not None:
             self.stats.reread_tokens.append(self.cache.recurrent.reread)
         self.stats.draft_seconds += seconds[0]
@@ -481,13 +495,6 @@ class _Batch:
             dspark=self.stats,
             **self.records.assembled(length - self.start),
         )
-
-
-def _no_token(row: int) -> ValueError:
-    return ValueError(
-        f"The target's logits of row {row}, after all logits processors, leave no token to choose: they are NaN, or a "
-        "processor forbids too much."
-    )
 
 
 __all__ = ["batched_decoding"]

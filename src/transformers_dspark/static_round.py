@@ -218,9 +218,11 @@ class StaticRound:
         """
         state = self.state
         drafts = self._draft() if drafting else Drafts.none(state.text, len(self._rows))
-        certain = torch.ones_like(drafts.tokens) if drafts.confidence is None else drafts.confidence
-        budget = total - state.live.sum()
-        sent = top_k_lengths(survival(certain.to(state.text.device)), budget, drafts.usable)
+        sent = drafts.usable
+        if total < drafts.tokens.numel() + len(self._rows):
+            certain = torch.ones_like(drafts.tokens) if drafts.confidence is None else drafts.confidence
+            budget = total - state.live.sum()
+            sent = top_k_lengths(survival(certain.to(state.text.device)), budget, drafts.usable)
         counts = torch.where(state.live, 1 + sent, 0)
         ends = counts.cumsum(dim=0)
         window = self._window(counts, ends, total)

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ._compat import one_build_for_all_shapes
 from .borrowed_dspark import few_rows_linear
 from .lending import Lender, lend_forward
 
@@ -33,7 +32,7 @@ class TargetTaps:
         target (`PreTrainedModel`): The target.
         layer_ids (`Sequence[int]`): 0-based layers; -1 is the embedding output.
         keep_all (`bool`): Ask the target for all hidden states, because the user wants them too.
-        compiling (`CompileConfig`, *optional*): How the target's forward is compiled for [`~TargetTaps.step`].
+        step (`Callable`, *optional*): Another form of the target's forward, for [`~TargetTaps.step`].
     """
 
     def __init__(
@@ -41,11 +40,11 @@ class TargetTaps:
         target: PreTrainedModel,
         layer_ids: Sequence[int],
         keep_all: bool = False,
-        compiling: CompileConfig | None = None,
+        step: Callable[..., Any] | None = None,
     ) -> None:
         self.layer_ids = tuple(layer_ids)
         self._target = target
-        self._forward = target if compiling is None else _compiled(target, compiling)
+        self._step = target if step is None else step
         text = target.config.get_text_config()
         self._last = text.num_hidden_layers - 1
         # hyper-connections: a token has several residual streams, and its state is their mean
@@ -83,8 +82,8 @@ class TargetTaps:
         return self._run(self._target, args, kwargs)
 
     def step(self, **kwargs: Any) -> Any:
-        """As [`~TargetTaps.run`], by the compiled forward if there is one."""
-        return self._run(self._forward, (), kwargs)
+        """As [`~TargetTaps.run`], by the other form of the forward if there is one."""
+        return self._run(self._step, (), kwargs)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._thread = threading.get_ident()
@@ -153,19 +152,6 @@ _few_rows_lender = Lender(_with_few_rows)
 
 def _few_rows(layer: nn.Linear, states: torch.Tensor) -> torch.Tensor:
     return few_rows_linear(states, layer.weight, layer.bias)
-
-
-def _compiled(target: PreTrainedModel, config: CompileConfig) -> Callable[..., Any]:
-    """A target's forward, compiled once for any number of tokens. Graphs are ours to capture, so no mode makes any."""
-    mode = "max-autotune-no-cudagraphs" if config.mode.startswith("max-autotune") else None
-    options = {"options": config.options} if config.options else {"mode": mode}
-    made = torch.compile(target.forward, fullgraph=config.fullgraph, dynamic=True, backend=config.backend, **options)
-
-    def forward(**kwargs: Any) -> Any:
-        with one_build_for_all_shapes():
-            return made(**kwargs)
-
-    return forward
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:

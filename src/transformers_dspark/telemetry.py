@@ -74,6 +74,14 @@ class GenerationStats:
                 for k in range(number):
                     counts[k] += 1
 
+    def record_rows(self, total: int, rows: Sequence[int], *figures: Sequence[int]) -> None:
+        """As [`~GenerationStats.record_round`] for some of `total` rows; the others took no part."""
+        of_all = [[0] * total for _ in figures]
+        for row, *values in zip(rows, *figures, strict=True):
+            for numbers, value in zip(of_all, values, strict=True):
+                numbers[row] = value
+        self.record_round(*of_all)
+
     @classmethod
     def merge(cls, calls: Iterable[GenerationStats]) -> GenerationStats:
         """The figures of several calls as those of one; the rows of later calls come behind those of earlier ones."""

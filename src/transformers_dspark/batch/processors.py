@@ -147,6 +147,14 @@ class RowProcessors:
         return torch.where((columns >= starts) & (columns < limits), prefixes, prefixes.gather(1, limits - 1))
 
 
+def no_token_left(row: int) -> ValueError:
+    """For a row whose scores are of no use."""
+    return ValueError(
+        f"The target's logits of row {row}, after all logits processors, leave no token to choose: they are NaN, or a "
+        "processor forbids too much."
+    )
+
+
 def _hashable(value: Any) -> Hashable:
     return (str(value.dtype), *value.flatten().tolist()) if isinstance(value, torch.Tensor) else repr(value)
 
@@ -225,4 +233,4 @@ def _cut_to_row(processor: Any, row: int, rows: int) -> Any:
     return processor
 
 
-__all__ = ["RowProcessors"]
+__all__ = ["RowProcessors", "no_token_left"]

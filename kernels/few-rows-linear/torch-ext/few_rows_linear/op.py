@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 
 
+QUICKER = 16  # tokens up to which the kernel was quicker than cuBLAS on an H200
+
+
 @torch.library.custom_op("transformers_dspark::few_rows_linear", mutates_args=(), device_types="cuda")
 def few_rows_linear_op(
     states: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None
@@ -28,10 +31,10 @@ def few_rows_linear_op(
     Raises:
         `ValueError`: Shapes or dtypes that do not belong together.
     """
-    from .kernel import MAX_TOKENS, few_rows_linear
+    from .kernel import few_rows_linear
 
     tokens = states.numel() // max(1, states.shape[-1])
-    if 1 <= tokens <= MAX_TOKENS:
+    if 1 <= tokens <= QUICKER:
         return few_rows_linear(states, weight, bias)
     return F.linear(states, weight, bias).contiguous()
 

@@ -1,0 +1,82 @@
+"""What makes rounds quicker on a GPU, in place only while they are captured: kernels for few rows, compiled parts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CompileConfig, PreTrainedModel
+
+from ._compat import one_build_for_all_shapes
+from .lending import lend_forward
+from .modeling_dspark import DSparkDrafter
+
+
+COMPILED = ("block_states", "context_keys_values")  # parts of a drafter that are many small operations
+
+
+class Quicker:
+    """
+    Changes to a pair that last while a round is captured. They are made once, so that what was compiled with them in
+    place is found again.
+
+    Args:
+        target (`PreTrainedModel`), drafter (`DSparkDrafter`): The pair.
+        compiling (`CompileConfig`, *optional*): How they are compiled; `None` leaves them as they are.
+
+    Attributes:
+        step (`Callable`): The target's forward.
+    """
+
+    def __init__(self, target: PreTrainedModel, drafter: DSparkDrafter, compiling: CompileConfig | None) -> None:
+        self._drafter = drafter
+        modules = (module for model in (target, drafter) for module in model.modules())
+        self._linears = {layer: functools.partial(_few_rows, layer) for layer in modules if _is_served(layer)}
+        self.step = target if compiling is None else compiled(target.forward, compiling)
+        self._parts = {} if compiling is None else {n: compiled(getattr(drafter, n), compiling) for n in COMPILED}
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """While it lasts, the pair is changed."""
+        with ExitStack() as undone:
+            for layer, forward in self._linears.items():
+                undone.callback(lend_forward(layer, forward))
+            own: Any = vars(self._drafter)
+            for name, part in self._parts.items():
+                own[name] = part
+                undone.callback(own.pop, name)
+            yield
+
+
+def compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
+    """A function, compiled once for any number of tokens. Graphs are ours to capture, so no mode makes any."""
+    mode = "max-autotune-no-cudagraphs" if config.mode.startswith("max-autotune") else None
+    options = {"options": config.options} if config.options else {"mode": mode}
+    made = torch.compile(function, fullgraph=config.fullgraph, dynamic=True, backend=config.backend, **options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with one_build_for_all_shapes():
+            return made(*args, **kwargs)
+
+    return call
+
+
+def _is_served(layer: nn.Module) -> bool:
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
+        return False
+    weight = layer.weight
+    return weight.is_cuda and type(weight) is nn.Parameter and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+def _few_rows(layer: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+    from .kernels.few_rows_linear import few_rows_linear_op
+
+    return few_rows_linear_op(states, layer.weight, layer.bias)
+
+
+__all__ = ["Quicker", "compiled"]
