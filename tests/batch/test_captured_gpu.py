@@ -73,3 +73,17 @@ def test_order_of_rows_leaves_their_texts_alone(pair):
     first = play(target, drafter, ids, mask, "graph").sequences
     second = play(target, drafter, ids[order], mask[order], "graph").sequences
     assert torch.equal(second, first[order.cuda()])
+
+
+@pytest.mark.slow
+def test_ten_thousand_rounds(pair):
+    """Of random sizes and lengths; an access outside of a buffer would end the process."""
+    target, drafter = pair("gemma3", torch.bfloat16, enable_confidence_head=True)
+    noise, rounds = torch.Generator().manual_seed(0), 0
+    while rounds < 10_000:
+        rows, length, new, seed = (int(torch.randint(1, most, (), generator=noise)) for most in (9, 60, 380, 99))
+        ids, mask = ragged(rows, length + 1, seed)
+        options = {"do_sample": bool(seed % 2), "max_new_tokens": new, "eos_token_id": [7, 9], "pad_token_id": 0}
+        ours = play(target, drafter, ids, mask, "graph", **options)
+        rounds += ours.dspark.rounds
+    assert int(ours.sequences.max()) < target.config.vocab_size

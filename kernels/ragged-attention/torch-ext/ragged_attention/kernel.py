@@ -49,7 +49,8 @@ class Tiling(NamedTuple):
 def default_tiling(group: int, head_bytes: int) -> Tiling:
     """For `group` query heads to a key head, and heads of `head_bytes` bytes."""
     tokens = 8 if group <= 8 else 1  # of a window, in one tile
-    return Tiling(block_m=max(16, triton.next_power_of_2(tokens * group)), block_n=64 if head_bytes <= 256 else 32)
+    block_m = max(16, triton.next_power_of_2(tokens * group))
+    return Tiling(block_m, 64, 64, 4, 4) if head_bytes <= 256 else Tiling(block_m, 32)
 
 
 @triton.jit
@@ -251,22 +252,31 @@ def _combine(
     e = tl.arange(0, BLOCK_E)
     in_e = e < value_dim
     index = (begin + token).to(tl.int64) * heads + head
-    tops = tl.load(partial_top + index * splits + s, mask=s < count, other=float("-inf"))
-    top = tl.max(tops, 0)
+    # in blocks of one size, so that the order of a row's sums follows from its own splits
+    top = float("-inf")
+    for at in range(0, count, BLOCK_S):
+        tops = tl.load(partial_top + index * splits + at + s, mask=at + s < count, other=float("-inf"))
+        top = tl.maximum(top, tl.max(tops, 0))
     if has_sinks:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(top, sink)
-    shares = tl.exp2(tops - top)  # 0 where a split had nothing to see
-    sums = tl.load(partial_sum + index * splits + s, mask=s < count, other=0.0)
-    total = tl.sum(shares * sums, 0)
+    total = 0.0
+    acc = tl.zeros([BLOCK_E], tl.float32)
+    for at in range(0, count, BLOCK_S):
+        inside = at + s < count
+        tops = tl.load(partial_top + index * splits + at + s, mask=inside, other=float("-inf"))
+        shares = tl.exp2(tops - top)  # 0 where a split had nothing to see
+        sums = tl.load(partial_sum + index * splits + at + s, mask=inside, other=0.0)
+        total += tl.sum(shares * sums, 0)
+        accs = tl.load(
+            partial_acc + (index * splits + at + s)[:, None] * value_dim + e[None, :],
+            mask=inside[:, None] & in_e[None, :],
+            other=0.0,
+        )
+        acc += tl.sum(accs * shares[:, None], 0)
     if has_sinks:
         total += tl.exp2(sink - top)
-    accs = tl.load(
-        partial_acc + (index * splits + s)[:, None] * value_dim + e[None, :],
-        mask=(s < count)[:, None] & in_e[None, :],
-        other=0.0,
-    )
-    result = tl.sum(accs * shares[:, None], 0) / total
+    result = acc / total
     tl.store(out + index * value_dim + e, result.to(out.dtype.element_ty), mask=in_e)
 
 
@@ -370,7 +380,7 @@ def ragged_attention(
             heads,
             max_width,
             splits,
-            BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_S=16,
             num_warps=4,
             **common,
         )
