@@ -97,17 +97,17 @@ class RaggedLayer(CacheLayerMixin):
     def _write_packed(
         self, key_states: torch.Tensor, value_states: torch.Tensor, window: VerifyWindow
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if window.length > self.capacity or window.num_rows > self.rows:
-            raise ValueError(
-                f"A window over {window.num_rows} rows of {window.length} entries does not fit a ragged cache of "
-                f"{self.rows} rows and capacity {self.capacity}."
-            )
         assert self.keys is not None  # for the type checker
         assert self.values is not None
         keys, values = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         if ragged_ops.served(keys):
             ragged_ops.write(keys, values, self.keys, self.values, window.places)
             return self.keys, self.values  # attention knows which rows and entries are alive
+        if window.length > self.capacity or window.num_rows > self.rows:
+            raise ValueError(
+                f"A window over {window.num_rows} rows of {window.length} entries does not fit a ragged cache of "
+                f"{self.rows} rows and capacity {self.capacity}."
+            )
         self.keys[window.rows, :, window.columns] = keys
         self.values[window.rows, :, window.columns] = values
         rows, length = window.num_rows, window.length

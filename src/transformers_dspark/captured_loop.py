@@ -159,13 +159,13 @@ class CapturedLoop:
         alive = [row for row in rows if row not in self._gone]
         lengths = self._rounds.cache.lengths
         context = sum(lengths[place] for place, row in enumerate(rows) if row not in self._gone) / live
-        caps = [min(self._width, max(self._limit - 1 - self._ends[row], 0)) for row in alive]
-        widths = dict(zip(alive, self._schedule.widths(alive, caps, context), strict=True))
+        # how much room is left in a text the device knows itself, and earlier
+        widths = dict(zip(alive, self._schedule.widths(alive, [self._width] * live, context), strict=True))
         drafting = any(widths.values())
         chosen = self._schedule.drafts(list(widths.values())) if drafting else 0
         wanted = size * (self._width + 1) if chosen is None else live + chosen
         total = next(tier for tier in tiers(size, self._width) if tier >= wanted)
-        # those that the schedule leaves out draft nothing; the room in a text the device knows itself, and earlier
+        # those that the schedule leaves out draft nothing
         asked = [self._width if widths.get(row, 1) else 0 for row in rows]
         if asked != self._widths:
             state.widths[:size].copy_(torch.tensor(asked), non_blocking=True)

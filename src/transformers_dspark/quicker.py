@@ -14,6 +14,7 @@ from transformers import CompileConfig, PreTrainedModel
 from ._compat import one_build_for_all_shapes
 from .lending import lend_forward
 from .modeling_dspark import DSparkDrafter
+from .windows import WINDOW_KEYWORD
 
 
 COMPILED = ("block_states", "context_keys_values")  # parts of a drafter that are many small operations
@@ -36,7 +37,7 @@ class Quicker:
         self._drafter = drafter
         modules = (module for model in (target, drafter) for module in model.modules())
         self._linears = {layer: functools.partial(_few_rows, layer) for layer in modules if _is_served(layer)}
-        self.step = target if compiling is None else compiled(target.forward, compiling)
+        self.step = target if compiling is None else _step(target, compiling)
         self._parts = {} if compiling is None else {n: compiled(getattr(drafter, n), compiling) for n in COMPILED}
 
     @contextmanager
@@ -52,18 +53,37 @@ class Quicker:
             yield
 
 
-def compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
-    """A function, compiled once for any number of tokens. Graphs are ours to capture, so no mode makes any."""
+def compiled(function: Callable[..., Any], config: CompileConfig, dynamic: bool | None = True) -> Callable[..., Any]:
+    """
+    A compiled function. Graphs are ours to capture, so no mode makes any.
+
+    Args:
+        dynamic (`bool`, *optional*): Whether it serves any size; by default those that were marked, or have changed.
+    """
     mode = "max-autotune-no-cudagraphs" if config.mode.startswith("max-autotune") else None
     options = {"options": config.options} if config.options else {"mode": mode}
-    made = torch.compile(function, fullgraph=config.fullgraph, dynamic=True, backend=config.backend, **options)
+    made = torch.compile(function, fullgraph=config.fullgraph, dynamic=dynamic, backend=config.backend, **options)
+    if dynamic is None:
+        return made
 
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with one_build_for_all_shapes():
             return made(*args, **kwargs)
 
     return call
+
+
+def _step(target: PreTrainedModel, config: CompileConfig) -> Callable[..., Any]:
+    """A target's forward, compiled for any number of rows and tokens; caches may be taken to have their sizes."""
+    made = compiled(target.forward, config, dynamic=None)
+
+    def forward(**kwargs: Any) -> Any:
+        window = kwargs[WINDOW_KEYWORD]
+        for tensor in (kwargs["input_ids"], kwargs["position_ids"], window.places, window.spans):
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        return made(**kwargs)
+
+    return forward
 
 
 def _is_served(layer: nn.Module) -> bool:
