@@ -193,3 +193,14 @@ def test_one_build_for_all_shapes():
     with _compat.one_build_for_all_shapes():
         assert not _config.use_duck_shape
     assert _config.use_duck_shape
+
+
+def test_marked_sizes_stay_open():
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    double = torch.compile(lambda t: t * 2, backend="eager")
+    for size in (3, 5, 4):
+        tensor = torch.ones(1, size)
+        _compat.mark_size(tensor, 1)
+        assert torch.equal(double(tensor), torch.full((1, size), 2.0))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

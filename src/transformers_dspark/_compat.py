@@ -141,6 +141,16 @@ def one_build_for_all_shapes() -> AbstractContextManager[Any]:
     return _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]  # made when the module is loaded
 
 
+def mark_size(tensor: Any, dimension: int) -> None:
+    """
+    Tells PyTorch's compiler that a size of a tensor will change; `quicker` marks numbers of rows and tokens. It is
+    documented, in a module whose name begins with an underscore.
+    """
+    import torch
+
+    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+
+
 def has_hooks(module: Any) -> bool:
     """
     Whether someone watches or changes the forward of this module, for `captured`; only setters are public. Those with
@@ -168,6 +178,7 @@ __all__ = [
     "has_hooks",
     "keeps_recurrent_state",
     "learns_prompt",
+    "mark_size",
     "one_build_for_all_shapes",
     "own_attention",
     "rebind",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import CompileConfig, PreTrainedModel
 
-from ._compat import one_build_for_all_shapes
+from ._compat import mark_size, one_build_for_all_shapes
 from .lending import lend_forward
 from .modeling_dspark import DSparkDrafter
 from .windows import WINDOW_KEYWORD
@@ -80,7 +80,7 @@ def _step(target: PreTrainedModel, config: CompileConfig) -> Callable[..., Any]:
     def forward(**kwargs: Any) -> Any:
         window = kwargs[WINDOW_KEYWORD]
         for tensor in (kwargs["input_ids"], kwargs["position_ids"], window.places, window.spans):
-            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            mark_size(tensor, 1)
         return made(**kwargs)
 
     return forward
