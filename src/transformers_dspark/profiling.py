@@ -10,16 +10,20 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 
 from .attention import use_ragged_attention
 from .cache import RaggedLayer, check_layers, rows_of_states
 from .compressed import CompressedRows
+from .graphs import Graph
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext
 from .recurrent import RecurrentRows
 from .target import few_rows_linears
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
+
+logger = logging.get_logger(__name__)
 
 WARM_UP = 2
 
@@ -30,7 +34,7 @@ def time_steps(
 ) -> Iterator[tuple[int, int, int, list[float]]]:
     """
     Times packed forwards of the target, as the batched loop makes them: rows that each hold some context read some new
-    tokens.
+    tokens. On a GPU these are replays of CUDA graphs, unless the target keeps states that are no keys and values.
 
     Args:
         target (`PreTrainedModel`): On its device and in its dtype.
@@ -68,14 +72,20 @@ def time_steps(
                     for row in range(count):
                         widths = [length * (row == other) for other in range(count)]
                         text = torch.zeros(1, length, dtype=torch.long, device=device)
-                        _packed_step(target, cache, states, text, [0] * count, widths, certain=True)
+                        window = VerifyWindow.pack([0] * count, widths, device, certain=True)
+                        _packed_step(target, cache, states, text, window, [0] * count)
                 elif states is not None:
                     first = torch.zeros(1, count, dtype=torch.long, device=device)
-                    _packed_step(target, cache, states, first, [length] * count, [1] * count, certain=True)
+                    window = VerifyWindow.pack([length] * count, [1] * count, device, certain=True)
+                    _packed_step(target, cache, states, first, window, [length] * count)
                     states.settle_as_usual([length] * count)
                 for width in tokens_per_row:
                     ids = torch.randint(config.vocab_size, (1, count * width), generator=noise).to(device)
-                    step = partial(_packed_step, target, cache, states, ids, [length] * count, [width] * count)
+                    window = VerifyWindow.pack([length] * count, [width] * count, device)
+                    step: Callable[[], object] = partial(
+                        _packed_step, target, cache, states, ids, window, [length] * count
+                    )
+                    step = step if states is not None else _recorded(step, device)
                     yield count, count * width, length, _sample(step, device, samples)
 
 
@@ -110,7 +120,8 @@ def time_drafts(
         anchors = torch.randint(drafter.config.vocab_size, (count,), generator=noise).to(drafter.device)
         places = torch.full((count,), context, device=drafter.device)
         with few_rows_linears(target, drafter):
-            seconds = _sample(partial(drafter.propose, anchors, places, held), drafter.device, samples)
+            draft = _recorded(partial(drafter.propose, anchors, places, held), drafter.device)
+            seconds = _sample(draft, drafter.device, samples)
         yield count, seconds
 
 
@@ -119,14 +130,21 @@ def _packed_step(
     cache: Cache,
     states: RecurrentRows | CompressedRows | None,
     ids: torch.Tensor,
+    window: VerifyWindow,
     lengths: list[int],
-    widths: list[int],
-    certain: bool = False,
 ) -> None:
-    window = VerifyWindow.pack(lengths, widths, target.device, certain)
     cache.recurrent = states
     with nullcontext() if states is None else states.reading(window, lengths):
         target(ids, position_ids=window.columns[None], cache=cache, use_cache=True, **{WINDOW_KEYWORD: window})
+
+
+def _recorded(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Work as the batched loop does it: on a GPU as a graph, where it can be captured."""
+    try:
+        return Graph(work, device).replay
+    except RuntimeError as error:
+        logger.warning(f"A step cannot be captured and is timed without a graph: {error}")
+        return work
 
 
 def _sample(work: Callable[[], object], device: torch.device, samples: int) -> list[float]:
