@@ -1,6 +1,5 @@
 """
-`strict_greedy` on the real pair in half precision: which texts are those of the same loop without drafts, and at what
-price.
+`strict_greedy` on the real pair in half precision: which texts are those of the loop without drafts, and its price.
 
     python -m benchmarks.strict mt-bench.jsonl --json strict.json
 """
