@@ -87,7 +87,7 @@ def main(words: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--target", type=target_place, required=True)
     for text in TEXTS:
-        add(f"--{text}", type=Path, nargs="+", metavar="DIR", help="made by `dspark data answers`, see docs/training.md")
+        add(f"--{text}", type=Path, nargs="+", metavar="DIR", help="by `dspark data answers`, see docs/training.md")
     add("--prompts", type=Path, nargs="+", required=True, metavar="FILE", help="what is decoded in the end")
     add("--out", type=Path, required=True, metavar="DIR", help="a file for each arm, study.json, pictures, drafters")
     add("--arms", nargs="+", choices=[arm.name for arm in ARMS], metavar="NAME", help="(default: all with a text)")
