@@ -84,8 +84,8 @@ def generation_defaults() -> dict[str, Any]:
 
 def keeps_recurrent_state(target: PreTrainedModel) -> bool:
     """
-    Whether a model cannot go back to a shorter text; only the batched loop serves those. Superfluous with a public
-    flag.
+    Whether a model's own cache cannot go back to a shorter text. The batched loop serves most of those, that of
+    Transformers the ones whose caches `rewinding` lets go back. Superfluous with a public flag.
     """
     return getattr(target, "_is_stateful", False)
 
@@ -93,8 +93,8 @@ def keeps_recurrent_state(target: PreTrainedModel) -> bool:
 def unassisted_mode(target: PreTrainedModel, config: GenerationConfig, mode: GenerationMode) -> GenerationMode:
     """
     The mode of the same call without an assistant, where `VALIDATE_MODE` would refuse every assistant of a model that
-    keeps recurrent states; `integration` answers for our drafter, whose loop never cuts such a state. Superfluous when
-    an assistant may say so itself.
+    keeps recurrent states; `integration` leaves that to our loops, which refuse the ones that they cannot serve.
+    Superfluous when an assistant may say so itself.
     """
     from transformers.generation import GenerationMode
 
@@ -133,8 +133,8 @@ def own_attention(module: Any) -> Callable[..., tuple[Any, Any]]:
 
 def one_build_for_all_shapes() -> AbstractContextManager[Any]:
     """
-    While it lasts, PyTorch's compiler does not take two sizes for one because they were equal once; `target` compiles
-    a model for any number of rows, tokens and entries. Superfluous when `torch.compile` has an option for it.
+    While it lasts, PyTorch's compiler does not take two sizes for one because they were equal once; `quicker`
+    compiles parts of a drafter for any sizes. Superfluous when `torch.compile` has an option for it.
     """
     from torch.fx.experimental import _config
 

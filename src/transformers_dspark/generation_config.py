@@ -46,7 +46,7 @@ class DSparkGenerationConfig(GenerationConfig):
             the drafter's `num_draft_tokens`.
         use_cuda_graphs (`bool` or `str`): Whether the batched loop plays its rounds as CUDA graphs. `"auto"` does so
             on a GPU wherever a call allows it; `True` refuses a call that does not. With `compile_config` the target
-            is compiled as well, once for all shapes.
+            and parts of the drafter are compiled as well, once for any number of rows and tokens.
         seed (`int` or `list[int]`, *optional*): Seeds drafts, acceptance and bonus of each call; row r of a batch
             takes `seed + r`, or its own of a list. Defaults to PyTorch's global generator.
         assistant_confidence_threshold (`float`): In 0..1: a block ends before its first token whose confidence is
@@ -202,6 +202,7 @@ class DraftingOptions:
             raise ValueError(f"verify_mode={mode!r} needs {lacks}: or use 'static'.")
         seed = _given("seed", generation_config, beside)
         _check_seed(seed)
+        graphs = _given("use_cuda_graphs", generation_config, beside)
         return cls(
             width=min([gamma, *(value for value in asked if value is not None)]),
             confidence_threshold=threshold,
@@ -209,16 +210,12 @@ class DraftingOptions:
             loop=_given("dspark_loop", generation_config, beside) or "auto",
             verify_mode=mode,
             scheduler=_given("scheduler", generation_config, beside) or "lagged",
-            use_cuda_graphs=_first(_given("use_cuda_graphs", generation_config, beside), "auto"),
+            use_cuda_graphs="auto" if graphs is None else graphs,
             step_cost_table=table,
             round_callback=_given("round_callback", generation_config),
             report_divergence=bool(_given("report_divergence", generation_config)),
             strict_greedy=bool(_given("strict_greedy", generation_config, beside)),
         )
-
-
-def _first(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def eos_ids(*configs: Any) -> set[int]:

@@ -38,7 +38,7 @@ class Quicker:
         modules = (module for model in (target, drafter) for module in model.modules())
         self._linears = {layer: functools.partial(_few_rows, layer) for layer in modules if _is_served(layer)}
         self.step = target if compiling is None else _step(target, compiling)
-        self._parts = {} if compiling is None else {n: compiled(getattr(drafter, n), compiling) for n in COMPILED}
+        self._parts = {} if compiling is None else {n: _compiled(getattr(drafter, n), compiling) for n in COMPILED}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -53,12 +53,12 @@ class Quicker:
             yield
 
 
-def compiled(function: Callable[..., Any], config: CompileConfig, dynamic: bool | None = True) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], config: CompileConfig, dynamic: bool | None = True) -> Callable[..., Any]:
     """
     A compiled function. Graphs are ours to capture, so no mode makes any.
 
     Args:
-        dynamic (`bool`, *optional*): Whether it serves any size; by default those that were marked, or have changed.
+        dynamic (`bool`, *optional*): `True` serves any size; `None` only sizes that were marked, or have changed.
     """
     mode = "max-autotune-no-cudagraphs" if config.mode.startswith("max-autotune") else None
     options = {"options": config.options} if config.options else {"mode": mode}
@@ -75,7 +75,7 @@ def compiled(function: Callable[..., Any], config: CompileConfig, dynamic: bool 
 
 def _step(target: PreTrainedModel, config: CompileConfig) -> Callable[..., Any]:
     """A target's forward, compiled for any number of rows and tokens; caches may be taken to have their sizes."""
-    made = compiled(target.forward, config, dynamic=None)
+    made = _compiled(target.forward, config, dynamic=None)
 
     def forward(**kwargs: Any) -> Any:
         window = kwargs[WINDOW_KEYWORD]
@@ -99,4 +99,4 @@ def _few_rows(layer: nn.Linear, states: torch.Tensor) -> torch.Tensor:
     return few_rows_linear_op(states, layer.weight, layer.bias)
 
 
-__all__ = ["Quicker", "compiled"]
+__all__ = ["Quicker"]
