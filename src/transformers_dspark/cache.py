@@ -20,9 +20,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from . import ragged_ops
 from .compressed import CompressedRows, compressing
+from .mixers import RECURRENT_KINDS, missing_mixers, mixers
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext, swap_rows
-from .recurrent import RECURRENT_KINDS, RecurrentRows, missing_mixers, mixers
+from .recurrent import RecurrentRows
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
 

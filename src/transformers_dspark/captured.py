@@ -76,7 +76,8 @@ class CapturedRounds:
         drafter (`DSparkDrafter`): Bound to it.
         rows (`int`): Most rows.
         length (`int`): Most tokens of a text.
-        compiling (`CompileConfig`, *optional*): How the target's forward is compiled; `None` leaves it as it is.
+        compiling (`CompileConfig`, *optional*): How the target's forward and parts of the drafter are compiled; `None`
+            leaves them as they are.
     """
 
     def __init__(

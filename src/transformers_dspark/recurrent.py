@@ -26,17 +26,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from .lending import Lender, lend_forward
-from .mixers import (
-    RECURRENT_KINDS,
-    Mixed,
-    call_mixer,
-    map_mixed,
-    missing_mixers,
-    mixer_arguments,
-    mixers,
-    one_by_one,
-    read_one_by_one,
-)
+from .mixers import Mixed, call_mixer, map_mixed, mixer_arguments, mixers, one_by_one, read_one_by_one
 from .windows import VerifyWindow
 
 
@@ -108,7 +98,7 @@ class MixerRows:
         self._inputs: torch.Tensor | None = None  # [rows, columns, hidden]
 
     def copy(self, rows: torch.Tensor, passed: int = 0) -> LinearAttentionLayer:
-        """A layer of a cache that holds copies of the states of some rows, `passed` tokens behind the settled ones."""
+        """A layer of a cache with copies of the states of `(n,)` rows, `passed` tokens behind the settled ones."""
         layer = LinearAttentionLayer(self._number)
         for (name, index), state in self._states.items():
             # one gather a state: the room for it can be laid out beforehand where addresses must not change
@@ -121,7 +111,7 @@ class MixerRows:
         return layer
 
     def keep(self, rows: torch.Tensor, layer: LinearAttentionLayer, passed: int = 0) -> None:
-        """Takes over the states that a mixer left in a layer of a cache."""
+        """Takes over the states of `(n,)` rows that a mixer left in a layer of a cache."""
         for name in ("conv_states", "recurrent_states"):
             for index, state in getattr(layer, name).items():
                 if state is None:
@@ -142,6 +132,7 @@ class MixerRows:
         Outputs of a packed forward.
 
         Args:
+            plan (`_Plan`): What is read and settled.
             forward (`Callable`): The mixer's own.
             hidden (`torch.FloatTensor` of shape `(1, total, hidden)`): Inputs of the packed tokens.
             named (`dict`): Options of the call.
@@ -361,4 +352,4 @@ def _mixed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 _mixing: Lender[nn.Module] = Lender(lambda module: lend_forward(module, partial(_mixed, module, module.forward)))
 
 
-__all__ = ["RECURRENT_KINDS", "SETTLE", "MixerRows", "RecurrentRows", "missing_mixers", "mixers"]
+__all__ = ["SETTLE", "MixerRows", "RecurrentRows"]
