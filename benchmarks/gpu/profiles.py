@@ -140,8 +140,6 @@ class RoundClock:
             (TargetTaps, "step", STEP, STEPPED),
             (DSparkDrafter, "propose", DRAFT, DRAFTED),
         ):
-            if name not in vars(owner):
-                continue
             self._stack.enter_context(patch.object(owner, name, noted(vars(owner)[name], begin, end)))
         self._stack.enter_context(patch.object(GenerationStats, "record_round", noted_record))
         self._stack.enter_context(_judging_with(noted_judge))
