@@ -28,7 +28,7 @@ def read_groups(path: Path, limit: int | None = None) -> dict[tuple[str, str | N
     The conversations of a file by domain and language, which lines may name as `domain` and `language`.
 
     Args:
-        path (`Path`): See [`read_prompts`](../training/prompts.py).
+        path (`Path`): See `training.prompts.read_prompts`.
         limit (`int`, *optional*): Read only the first `limit` lines.
 
     Returns:
@@ -84,8 +84,8 @@ def thresholds(stats: GenerationStats, values: Sequence[float] = THRESHOLDS) -> 
                 sent, accepted, rounds = sent + sure, accepted + min(count - 1, sure), rounds + 1
                 start += width
         share = accepted / sent if sent else 0.0
-        figures = {"threshold": value, "verify_length": sent / rounds, "accepted_share": share}
-        found.append({**figures, "accepted_length": 1 + accepted / rounds})
+        cut = {"threshold": value, "verify_length": sent / rounds, "accepted_share": share}
+        found.append({**cut, "accepted_length": 1 + accepted / rounds})
     return found
 
 
