@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 from tests.batch.conftest import BatchLab, ragged, texts_of
 from transformers_dspark import DSparkGenerationConfig, GenerationStats
 from transformers_dspark.decoding import _Batch
+from transformers_dspark.environment import environment
 
 from .families import RECURRENT
 
@@ -168,13 +170,15 @@ def main() -> None:
     parser.add_argument("--every-block", action="store_true", help="blocks of 1 to 8 for each prompt: 8 times as long")
     args = parser.parse_args()
     results = json.loads(args.json.read_text()) if args.json.exists() else {}
-    lab = RecurrentLab()
+    lab, command = RecurrentLab(), ["python", "-m", "tests.recurrent.sweep", *sys.argv[1:]]
     for kind in args.families or RECURRENT:
         if kind in results:
             continue
         began = time.perf_counter()
-        results[kind] = sweep(lab, kind, {1: args.prompts, 5: args.prompts}, args.every_block, compared=5)
-        print(f"{kind}: {results[kind]}, {time.perf_counter() - began:.0f} s", flush=True)
+        figures = sweep(lab, kind, {1: args.prompts, 5: args.prompts}, args.every_block, compared=5)
+        # of each family, as a file may hold several runs
+        results[kind] = figures | {"environment": environment(torch.device("cpu"), command)}
+        print(f"{kind}: {figures}, {time.perf_counter() - began:.0f} s", flush=True)
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
