@@ -55,6 +55,7 @@ def decoding(
         len(input_ids) != 1
         or options.step_cost_table is not None
         or options.round_callback is not None
+        or options.use_cuda_graphs is True
         or options.strict_greedy
         or isinstance(cache, RaggedCache)
         or (keeps_recurrent_state(target) and not compressing(target))

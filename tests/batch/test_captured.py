@@ -212,6 +212,7 @@ class WarmedUp(Graph):
         work()
 
 
+@pytest.mark.slow
 def test_compiled_once(lab, monkeypatch):
     """The kernels' operators, with their references, in a compiled target; any number of rows and tokens."""
     monkeypatch.setattr(ragged_ops, "served", lambda tensor: True)

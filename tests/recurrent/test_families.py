@@ -38,7 +38,12 @@ def plain_and_ours(lab, kind, rows, block, seed=3, **options):
     return plain, target.generate(ids, assistant_model=drafter, **options)
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
+QUICK = ("qwen3.5", "qwen3-next", "lfm2", "kimi-linear", "mamba2", "falcon-h1", "nemotron-h", "mamba", "zamba2")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in RECURRENT]
+)
 def test_greedy(lab, kind):
     plain, ours = plain_and_ours(lab, kind, 3, 2 + list(RECURRENT).index(kind) % 7)
     assert torch.equal(plain, ours)
