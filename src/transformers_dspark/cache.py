@@ -180,7 +180,7 @@ class RaggedCache(Cache):
         super().__init__(layers=[RaggedLayer(rows, capacity) for _ in range(count)])
         self.context = RaggedContext(drafter, rows, capacity)
         self.recurrent = rows_of_states(target, rows)
-        self._target, self._drafter_config = weakref.ref(target), drafter.config
+        self._target, self._drafter_config = weakref.ref(target), copy.deepcopy(drafter.config)
         self.ids: list[torch.Tensor] = []  # tokens of each row, while no call is at work on them
 
     def is_of(self, target: PreTrainedModel, drafter: DSparkDrafter) -> bool:

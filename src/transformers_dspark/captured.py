@@ -108,20 +108,24 @@ class CapturedRounds:
         rows: int,
         length: int,
         compiling: CompileConfig | None,
-    ) -> CapturedRounds | None:
+    ) -> CapturedRounds | str:
         """
         Those that an earlier call left with the drafter, or new ones, for this call alone until it calls
-        [`~CapturedRounds.give_back`]; `None` while another thread has them.
+        [`~CapturedRounds.give_back`]; in words why there are none while another thread has them, or after a capture
+        that failed.
         """
         length = -(-length // CAPACITY_STEP) * CAPACITY_STEP
         found: CapturedRounds | None = drafter.captured
         if found is not None and not found._lock.acquire(blocking=False):
-            return None
+            return "another call has them"
         if found is None or not found._serve(target, drafter, rows, length, compiling):
             drafter.captured = None  # first of all: the old buffers make room for the new
             del found
             found = drafter.captured = cls(target, drafter, rows, length, compiling)
             found._lock.acquire()
+        if found.failure is not None:
+            found.give_back()
+            return found.failure
         found.cache.restart(rows)
         return found
 
@@ -138,7 +142,7 @@ class CapturedRounds:
         length: int,
         compiling: CompileConfig | None,
     ) -> bool:
-        same = self._target is target and self.compiling == compiling
+        same = self.cache.is_of(target, drafter) and self.compiling == compiling
         fits = rows <= self.rows and length <= self.length
         return same and fits and self._addresses == _addresses(target, drafter)
 

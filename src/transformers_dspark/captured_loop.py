@@ -95,7 +95,8 @@ class CapturedLoop:
         self._gone: set[int] = set()  # rows that have ended, as far as the host knows
         state, count = self._state, len(rows)
         state.text[:count, : text.shape[1]] = text[self._places]
-        for tensor, values in ((state.ends, ends), (state.shifts, shifts)):
+        starts = [0] * len(text) if processors.starts is None else processors.starts.tolist()
+        for tensor, values in ((state.ends, ends), (state.shifts, shifts), (state.starts, starts)):
             tensor[:count] = torch.tensor([values[row] for row in rows], device=self._device)
         lengths = rounds.cache.lengths[:count]
         state.entries[:count] = torch.tensor(lengths, device=self._device)
@@ -137,6 +138,8 @@ class CapturedLoop:
         live = sum(row not in self._gone for row in self._places)
         if live:
             self._compact(live)
+        for place, length in enumerate(self._rounds.cache.lengths):
+            self._rounds.cache.cut(place, length)  # rejected tokens left their positions there
         return done
 
     def end(self, row: int) -> None:
@@ -202,7 +205,7 @@ class CapturedLoop:
             pair, turned = [place, behind], [behind, place]
             self._places[place], self._places[behind] = self._places[behind], self._places[place]
             self._rounds.cache.swap_rows(place, behind)
-            for tensor in (state.text, state.ends, state.entries, state.shifts, state.live):
+            for tensor in (state.text, state.ends, state.entries, state.shifts, state.starts, state.live):
                 tensor[pair] = tensor[turned]
             if self._bank is not None:
                 self._bank[:, pair] = self._bank[:, turned]

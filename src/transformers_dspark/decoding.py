@@ -29,7 +29,7 @@ from .batch.trace import RoundTrace, RowCounts
 from .cache import RaggedCache
 from .captured import CapturedRounds, CaptureError, reason_against
 from .captured_loop import CapturedLoop, CapturedRound
-from .generation_config import DraftingOptions, eos_ids
+from .generation_config import DraftingOptions
 from .modeling_dspark import DSparkDrafter
 from .sampling import RowNoise, Verdict, accept, accept_greedy
 from .strict import check_repeats, filled
@@ -43,6 +43,7 @@ logger = logging.get_logger(__name__)
 PREFILL_TOKENS = 8192  # packed tokens of a prompt forward
 
 
+@torch.inference_mode(False)  # caches outlive the call, and later ones write to them
 def batched_decoding(
     target: PreTrainedModel,
     input_ids: torch.LongTensor,
@@ -121,7 +122,7 @@ class _Batch:
         rows, prompt = input_ids.shape
         self._stopping = RowStopping(stopping_criteria, int(config.max_length))
         self.start, self.max_length = prompt, self._stopping.max_length
-        self.text = input_ids.new_zeros(rows, self.max_length)  # committed tokens, and drafts behind them
+        self.text = input_ids.new_zeros(rows, self.max_length, dtype=torch.long)  # and drafts behind their ends
         self.text[:, :prompt] = input_ids
         self.ends = [prompt] * rows  # tokens of each text
         self.places = list(range(rows))  # row in each place of the caches
@@ -135,7 +136,7 @@ class _Batch:
             hidden_states=wants and bool(config.output_hidden_states),
         )
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, keep_all=self.records.hidden_states)
-        self._eos_ids = eos_ids(config)
+        self._eos_ids = self._stopping.eos_ids
         self._processors = RowProcessors(logits_processor, rows, self._eos_ids)
         self._row_by_row = self._processors.may_run_models or self._stopping.may_run_models
         seeds = self.options.row_seeds(rows) if config.do_sample or self.options.seed is not None else []
@@ -171,7 +172,6 @@ class _Batch:
         return self.captured is not None and self.captured.failure is None
 
     def _new_cache(self) -> RaggedCache:
-        rows = len(self.ends)
         reason = reason_against(
             self.target,
             self.drafter,
@@ -182,17 +182,17 @@ class _Batch:
         )
         if reason is None:
             compiling = None if self.config.disable_compile else self.config.compile_config
-            self.captured = CapturedRounds.lend(self.target, self.drafter, rows, self.max_length, compiling)
-            reason = "another call has them" if self.captured is None else None
-        if self.captured is not None:
-            self.taps = self.captured.taps
-            return self.captured.cache
+            lent = CapturedRounds.lend(self.target, self.drafter, len(self.ends), self.max_length, compiling)
+            if isinstance(lent, CapturedRounds):
+                self.captured, self.taps = lent, lent.taps
+                return lent.cache
+            reason = lent
         if self.options.use_cuda_graphs is True:
             raise NotImplementedError(
                 f"use_cuda_graphs=True: the rounds of this call cannot be captured ({reason}). Leave it at 'auto'."
             )
         logger.info(f"DSpark plays the rounds of this call without CUDA graphs: {reason}.")
-        return RaggedCache(self.target, self.drafter, rows, self.max_length)
+        return RaggedCache(self.target, self.drafter, len(self.ends), self.max_length)
 
     def attention(self) -> AbstractContextManager[Any]:
         """Ours for the whole call. Where others' code may run the target as well, only its own forwards have it."""

@@ -148,6 +148,7 @@ class RoundState:
             nobody's.
         ends, entries, shifts (`torch.LongTensor` of shape `(rows,)`): Tokens of each text; its entries in the caches;
             what a token's position is ahead of the number of entries before it.
+        starts (`torch.LongTensor` of shape `(rows,)`): Where processors begin to read each text.
         widths (`torch.LongTensor` of shape `(rows,)`): Most tokens that each may draft.
         limit (`torch.LongTensor` of shape `()`): Tokens with which a text ends.
         live (`torch.BoolTensor` of shape `(rows,)`): Whether a text goes on.
@@ -157,7 +158,8 @@ class RoundState:
 
     def __init__(self, rows: int, length: int, width: int, device: torch.device) -> None:
         self.text = torch.zeros(rows, length + 1, dtype=torch.long, device=device)
-        self.ends, self.entries, self.shifts = torch.zeros(3, rows, dtype=torch.long, device=device).unbind()
+        numbers = torch.zeros(4, rows, dtype=torch.long, device=device)
+        self.ends, self.entries, self.shifts, self.starts = numbers.unbind()
         self.widths = torch.full_like(self.ends, width)
         self.limit = torch.tensor(length, device=device)
         self.live = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -201,9 +203,10 @@ class StaticRound:
     ) -> None:
         self.state, self.width = state, state.uniforms.shape[1] // 2
         rows, device = len(state.ends), state.text.device
-        self._drafter, self._taps, self._cache, self._processors = drafter, taps, cache, processors
+        self._drafter, self._taps, self._cache = drafter, taps, cache
+        self._processors = processors.reading_from(state.starts)
         self._context = StaticContext(cache.context, state.entries)
-        self._drafting = RowDrafting(drafter, processors, 0.0, eos_ids, device)
+        self._drafting = RowDrafting(drafter, self._processors, 0.0, eos_ids, device)
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
         self._rows, self._vocabulary, self._sampling = torch.arange(rows, device=device), vocabulary, sampling
         self._offsets = torch.arange(self.width + 1, device=device)

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers import CompileConfig, MaxTimeCriteria, TextStreamer
+from transformers.generation import EosTokenCriteria
 
 from transformers_dspark import DSparkGenerationConfig, captured, captured_loop, decoding, ragged_ops
 from transformers_dspark.captured import tiers
@@ -204,6 +205,60 @@ def test_a_call_that_fails_gives_all_back(lab):
     assert torch.equal(play(target, drafter, ids, mask).sequences, plain)
 
 
+def test_padding_is_no_token_of_the_text(lab):
+    """A penalty ignores the padding of the row that is in a place now, not of one in an earlier call or round."""
+    target, drafter = lab.target(), lab.drafter()
+    options = {"do_sample": False, "max_new_tokens": 12, "repetition_penalty": 3.0, "pad_token_id": 0}
+    for length in (3, 9):
+        ids, mask = ragged(5, length)
+        free = target.generate(ids, attention_mask=mask, **options)
+        eos = [int(free[0, length]), int(free[1, length + 2])]
+        for token in free[-1, length + 3 : length + 6].tolist():  # padding that the text has a use for
+            filled = torch.where(mask.bool(), ids, token)
+            plain = target.generate(filled, attention_mask=mask, eos_token_id=eos, **options)
+            assert torch.equal(play(target, drafter, filled, mask, eos_token_id=eos, **options).sequences, plain)
+
+
+def test_a_criterion_for_other_ends(lab):
+    """One of the caller's takes the place of the call's own."""
+    target, (ids, mask) = lab.target(), ragged(3)
+    free = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
+    drafter = lab.knowing(texts_of(free, mask), block_size=4)
+    ends = [EosTokenCriteria([int(free[0, 14]), int(free[1, 16])])]
+    options = {"eos_token_id": int(free[2, 12]), "pad_token_id": 0}
+    plain = target.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=20, stopping_criteria=ends, **options
+    )
+    ours = target.generate(
+        ids,
+        attention_mask=mask,
+        assistant_model=drafter,
+        generation_config=config(**options),
+        stopping_criteria=ends,
+    )
+    assert torch.equal(ours.sequences, plain)
+
+
+def test_blocks_of_another_size(lab):
+    """Nothing of before fits them: neither what the drafter holds nor a cache that was returned."""
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(2)
+    for size in (4, 2, 7):
+        drafter.config.block_size = size
+        first = play(target, drafter, ids, mask, max_new_tokens=9)
+        drafter.config.block_size = size + 3
+        texts = padded(second_turn(first.sequences, mask, (1, 2)))
+        options = {"attention_mask": texts[1], "do_sample": False, "max_new_tokens": 9}
+        ours = target.generate(texts[0], cache=first.cache, assistant_model=drafter, **options)
+        assert torch.equal(ours, target.generate(texts[0], **options))
+
+
+def test_calls_in_inference_mode_and_others(lab):
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(2)
+    with torch.inference_mode():
+        first = play(target, drafter, ids, mask).sequences
+    assert torch.equal(play(target, drafter, ids, mask).sequences, first)
+
+
 class WarmedUp(Graph):
     """A graph whose work is done once while it is made, as a capture does it."""
 
@@ -257,6 +312,8 @@ def test_goes_on_without_graphs_where_a_capture_fails(lab, monkeypatch, first):
         ours = play(target, drafter, ids, mask, use_cuda_graphs="auto", **options)
         assert torch.equal(ours.sequences, plain)
         assert len(made) == first
+    with pytest.raises(NotImplementedError, match="no such thing"):
+        play(target, drafter, ids, mask, **options)
 
 
 def test_tiers():

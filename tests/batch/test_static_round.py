@@ -34,6 +34,8 @@ class InStaticRounds:
             state.ends[:] = torch.tensor(batch.ends)
             state.entries[:] = torch.tensor(batch.cache.lengths[:rows])
             state.shifts[:] = torch.tensor(batch.inputs.shifts)
+            if batch._processors.starts is not None:
+                state.starts[:] = batch._processors.starts
             state.live[:] = ~torch.isin(batch.text[:, batch.start], torch.tensor(sorted(batch._eos_ids)))
             play = StaticRound(
                 drafter,

@@ -51,13 +51,20 @@ class RowProcessors:
         processors (`LogitsProcessorList`): Those of the call.
         rows (`int`): Rows of the call.
         eos_ids (`set[int]`): Tokens that end a text.
+
+    Attributes:
+        starts (`torch.LongTensor` of shape `(rows,)`, *optional*): Where the prefixes of each row begin, if padding is
+            ignored.
     """
 
     def __init__(self, processors: LogitsProcessorList, rows: int, eos_ids: set[int]) -> None:
         self._shared = LogitsProcessorList(map(_without_padding, processors))
         self._by_row: list[SpeculativeProcessors] | None = None
         self._drafting: dict[int, LogitsProcessorList] = {}  # copies for the drafts of this round
-        self._readers = [p for p in processors if type(p).__name__ == _READS_PREFIX]
+        readers = [p for p in processors if type(p).__name__ == _READS_PREFIX]
+        self._reads_prefixes = bool(readers)
+        ignored = [p.prompt_ignore_length for p in readers if isinstance(p.prompt_ignore_length, torch.Tensor)]
+        self.starts = ignored[-1] if ignored else None  # all of one call ignore the same padding
         if not all(map(_is_shared, processors)):
             self._by_row = [SpeculativeProcessors(_of_row(processors, row, rows), eos_ids) for row in range(rows)]
 
@@ -70,6 +77,12 @@ class RowProcessors:
     def signature(self) -> Hashable:
         """What the shared processors compute: equal for calls whose processors do the same."""
         return tuple((type(p), *sorted((n, _hashable(v)) for n, v in vars(p).items())) for p in self._shared)
+
+    def reading_from(self, starts: torch.Tensor) -> RowProcessors:
+        """The same for texts in other places, whose `starts` are these."""
+        other = copy.copy(self)
+        other.starts = starts
+        return other
 
     @property
     def can_speculate(self) -> bool:
@@ -135,12 +148,10 @@ class RowProcessors:
         ends are on a device, the longest may be as long as a text can get: nobody waits for them.
         """
         index = torch.as_tensor(rows, device=text.device)
-        if not self._readers:
+        if not self._reads_prefixes:
             return text[index, :1]
-        limits, starts = torch.as_tensor(ends, device=text.device)[:, None], 0
-        for reader in self._readers:  # all of one call ignore the same padding
-            if reader.prompt_ignore_length is not None:
-                starts = reader.prompt_ignore_length.to(text.device)[index, None]
+        limits = torch.as_tensor(ends, device=text.device)[:, None]
+        starts = 0 if self.starts is None else self.starts.to(text.device)[index, None]
         longest = text.shape[1] if isinstance(ends, torch.Tensor) else max(ends)
         columns = torch.arange(longest, device=text.device)
         prefixes = text[index, :longest]

@@ -19,12 +19,16 @@ class RowStopping:
     Args:
         criteria (`StoppingCriteriaList`): Those of the call.
         max_length (`int`): Tokens of a text, padding on the left included, if no criterion says otherwise.
+
+    Attributes:
+        eos_ids (`set[int]`): Tokens that end a text.
+        max_length (`int`): Tokens with which it ends.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, max_length: int) -> None:
         # their own ids: a user's criterion of this kind takes the place of the call's
         ids = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
-        self._eos_ids = set().union(*ids)
+        self.eos_ids: set[int] = set().union(*ids)
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         self.max_length = min(lengths, default=max_length)  # a user's criterion takes the place of the call's
         self._time = [c for c in criteria if isinstance(c, MaxTimeCriteria)]
@@ -57,7 +61,7 @@ class RowStopping:
                 ones included, with `output_scores`.
         """
         for count, token in enumerate(new, 1):
-            ends = token in self._eos_ids or end + count >= self.max_length
+            ends = token in self.eos_ids or end + count >= self.max_length
             if self._others:
                 so_far = text[row : row + 1, : end + count]
                 seen = None if scores is None else tuple(s[None] for s in scores[: len(scores) - len(new) + count])
