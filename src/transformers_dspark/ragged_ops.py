@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 
 import torch
+from torch import library
 
 from .kernels.ragged_attention import ragged_attention_reference
 
@@ -21,7 +22,7 @@ def served(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and _HAS_TRITON
 
 
-@torch.library.custom_op("transformers_dspark::ragged_attention", mutates_args=())
+@library.custom_op("transformers_dspark::ragged_attention", mutates_args=())
 def attend(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -70,7 +71,7 @@ def _attended(query, key_cache, value_cache, *args):  # type: ignore[no-untyped-
     return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
 
 
-@torch.library.custom_op("transformers_dspark::write_entries", mutates_args=("key_cache", "value_cache"))
+@library.custom_op("transformers_dspark::write_entries", mutates_args=("key_cache", "value_cache"))
 def write(
     keys: torch.Tensor,
     values: torch.Tensor,

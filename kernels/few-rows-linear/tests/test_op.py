@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from few_rows_linear import few_rows_linear_op
+from torch import library
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,7 +23,7 @@ def test_any_number_of_tokens(shape):
 
 
 def test_the_operator_is_well_registered():
-    torch.library.opcheck(few_rows_linear_op, (normal(2, 3, 20), normal(7, 20), normal(7)))
+    library.opcheck(few_rows_linear_op, (normal(2, 3, 20), normal(7, 20), normal(7)))
 
 
 def test_a_compiled_model_has_no_guard_on_the_number_of_tokens():

@@ -7,12 +7,13 @@ from typing import Optional
 
 import torch
 import torch.nn.functional as F
+from torch import library
 
 
 QUICKER = 16  # tokens up to which the kernel was quicker than cuBLAS on an H200
 
 
-@torch.library.custom_op("transformers_dspark::few_rows_linear", mutates_args=(), device_types="cuda")
+@library.custom_op("transformers_dspark::few_rows_linear", mutates_args=(), device_types="cuda")
 def few_rows_linear_op(
     states: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None
 ) -> torch.Tensor:
