@@ -185,6 +185,18 @@ def test_what_cannot_be_captured(lab, options, word):
     assert drafter.captured is None
 
 
+def test_graphs_that_cannot_be_had_are_refused(lab):
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(1)
+    with pytest.raises(ValueError, match="dspark_loop='transformers'"):
+        play(target, drafter, ids, mask, dspark_loop="transformers")
+    first = play(target, drafter, ids, mask, dspark_loop="auto")  # one prompt, and captured all the same
+    assert drafter.captured is not None
+    again = {"attention_mask": torch.ones_like(first.sequences), "cache": first.cache, "assistant_model": drafter}
+    with pytest.raises(NotImplementedError, match="cache of an earlier call"):
+        target.generate(first.sequences, generation_config=config(), **again)
+    target.generate(first.sequences, generation_config=config(use_cuda_graphs="auto"), **again)
+
+
 def test_new_weights_are_seen(lab):
     target, drafter, (ids, mask) = copy.deepcopy(lab.target()), lab.drafter(), ragged(2)
     play(target, drafter, ids, mask)
