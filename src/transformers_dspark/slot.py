@@ -73,13 +73,13 @@ def decoding(
         )
     if options.use_cuda_graphs is True and not batched:
         raise ValueError(
-            "use_cuda_graphs=True is for the batched loop, and dspark_loop='transformers' was asked for: use 'auto' or "
-            "'batched'."
+            "use_cuda_graphs=True is for the batched loop, and dspark_loop='transformers' was asked for: use 'auto' "
+            "or 'batched'."
         )
     if options.use_cuda_graphs is True and isinstance(cache, RaggedCache):
         raise NotImplementedError(
-            "use_cuda_graphs=True: captured rounds cannot go on from the cache of an earlier call. Leave it at 'auto', "
-            "or leave the cache out."
+            "use_cuda_graphs=True: captured rounds cannot go on from the cache of an earlier call. Leave it at "
+            "'auto', or leave the cache out."
         )
     if options.strict_greedy:
         check_strict(target, generation_config, batched)
