@@ -192,6 +192,12 @@ class RaggedCache(Cache):
         """Entries of each row."""
         return self.context.lengths
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, as far as they are allocated; they grow with rows and with the capacity."""
+        layers = ((layer.keys, layer.values) for layer in self.layers if layer.is_initialized)
+        return sum(keys.nbytes + values.nbytes for keys, values in layers) + self.context.nbytes
+
     def restart(self, rows: int) -> None:
         """Forgets all texts; the first rows, of those that were allocated, are those of new ones."""
         self.context.restart(rows)

@@ -8,6 +8,7 @@ fits into them finds its graphs made. They are made anew when the models have ch
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from .target import TargetTaps
 logger = logging.get_logger(__name__)
 
 CAPACITY_STEP = 256  # texts of nearly the same length share their graphs
+GROWTH_SHARE = 0.5  # of free memory, for caches beyond what the call in hand needs
 
 
 def tiers(rows: int, width: int) -> list[int]:
@@ -67,9 +69,9 @@ class CaptureError(RuntimeError):
     """A round could not be captured; nothing of it has happened."""
 
 
-class CapturedRounds:
+class Needs(NamedTuple):
     """
-    The buffers and graphs of a pair, for calls of up to a number of rows and tokens.
+    What a call asks of captured rounds.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -80,71 +82,98 @@ class CapturedRounds:
             leaves them as they are.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        drafter: DSparkDrafter,
-        rows: int,
-        length: int,
-        compiling: CompileConfig | None,
-    ) -> None:
-        self.rows, self.length, self.compiling = rows, length, compiling
+    target: PreTrainedModel
+    drafter: DSparkDrafter
+    rows: int
+    length: int
+    compiling: CompileConfig | None
+
+
+class CapturedRounds:
+    """
+    The buffers and graphs of a pair, for calls of up to a number of rows and tokens.
+
+    Args:
+        needs (`Needs`): Of the largest of these calls.
+    """
+
+    def __init__(self, needs: Needs) -> None:
+        target, drafter, rows, length, compiling = self._needs = needs
         self.cache = RaggedCache(target, drafter, rows + 1, length)
         self.state = RoundState(rows, length, drafter.config.num_draft_tokens, target.device)
         self._target, self._drafter = target, drafter
         self._quicker = Quicker(target, drafter, compiling)
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, step=self._quicker.step)
         self.failure: str | None = None  # why there are no graphs, after a capture that failed
+        self._starved = False  # there was too little memory, which says nothing of another call
         self._addresses = _addresses(target, drafter)
         self._graphs: dict[tuple[Any, ...], Graph[Report]] = {}
         self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
         self._lock = threading.Lock()
 
     @classmethod
-    def lend(
-        cls,
-        target: PreTrainedModel,
-        drafter: DSparkDrafter,
-        rows: int,
-        length: int,
-        compiling: CompileConfig | None,
-    ) -> CapturedRounds | str:
+    def lend(cls, needs: Needs) -> CapturedRounds | str:
         """
         Those that an earlier call left with the drafter, or new ones, for this call alone until it calls
         [`~CapturedRounds.give_back`]; in words why there are none while another thread has them, or after a capture
         that failed.
         """
-        length = -(-length // CAPACITY_STEP) * CAPACITY_STEP
-        found: CapturedRounds | None = drafter.captured
+        needs = needs._replace(length=-(-needs.length // CAPACITY_STEP) * CAPACITY_STEP)
+        found: CapturedRounds | None = needs.drafter.captured
         if found is not None and not found._lock.acquire(blocking=False):
             return "another call has them"
-        if found is None or not found._serve(target, drafter, rows, length, compiling):
-            drafter.captured = None  # first of all: the old buffers make room for the new
+        if found is None or not found._serves(needs):
+            made_for = needs if found is None else found._grown(needs)
+            needs.drafter.captured = None  # first of all: the old buffers make room for the new
             del found
-            found = drafter.captured = cls(target, drafter, rows, length, compiling)
+            found = needs.drafter.captured = cls(made_for)
             found._lock.acquire()
         if found.failure is not None:
             found.give_back()
             return found.failure
-        found.cache.restart(rows)
+        found.cache.restart(needs.rows)
         return found
 
-    def give_back(self) -> None:
-        """Ends a call's use."""
+    def give_back(self, error: BaseException | None = None) -> None:
+        """
+        Ends a call's use. Where memory ran out, all is freed: a smaller call would find no more of it than this one.
+
+        Args:
+            error (`BaseException`, *optional*): What ended the call.
+        """
+        self._starved |= ran_out_of_memory(error)
+        if self._starved and self._drafter.captured is self:
+            self._drafter.captured = None
         self.state.live.fill_(False)
         self._lock.release()
 
-    def _serve(
-        self,
-        target: PreTrainedModel,
-        drafter: DSparkDrafter,
-        rows: int,
-        length: int,
-        compiling: CompileConfig | None,
-    ) -> bool:
-        same = self.cache.is_of(target, drafter) and self.compiling == compiling
-        fits = rows <= self.rows and length <= self.length
-        return same and fits and self._addresses == _addresses(target, drafter)
+    def _serves(self, needs: Needs) -> bool:
+        rows, length = self.room
+        return needs.rows <= rows and needs.length <= length and self._is_for(needs)
+
+    def _is_for(self, needs: Needs) -> bool:
+        pair = needs.target, needs.drafter
+        same = self.cache.is_of(*pair) and self._needs.compiling == needs.compiling
+        return same and self._addresses == _addresses(*pair)
+
+    def _grown(self, needs: Needs) -> Needs:
+        """
+        Needs of this call and of those before it, so that calls of two kinds do not take turns in making everything
+        anew; what is too small is doubled, so that texts which get longer from call to call do not either. Less where
+        that would take more than `GROWTH_SHARE` of the memory, and in the end no more than the call itself needs.
+        """
+        if not self._is_for(needs):
+            return needs
+        had, held = self.room, self.cache.nbytes
+        most = GROWTH_SHARE * (free_memory(needs.target.device) + held)
+        for factor in (2, 1):
+            rows, length = (
+                before if wanted <= before else max(wanted, factor * before)
+                for wanted, before in zip((needs.rows, needs.length), had, strict=True)
+            )
+            if held * (rows + 1) * length <= most * (had[0] + 1) * had[1]:
+                return needs._replace(rows=rows, length=length)
+        return needs
 
     def graph(
         self,
@@ -190,11 +219,17 @@ class CapturedRounds:
                     made = Graph(lambda: _report(static(total, drafting)), self._target.device, self._pool)
             except Exception as error:  # whatever the models, their libraries or the compiler raise
                 self.failure = f"{type(error).__name__}: {error}".split("\n")[0]
+                self._starved = ran_out_of_memory(error)
                 raise CaptureError(self.failure) from error
             finally:
                 self.state.live.copy_(live)
             self._graphs[key] = made
         return self._graphs[key]
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Rows, and tokens of each text, for which there are buffers."""
+        return self._needs.rows, self._needs.length
 
     @property
     def count(self) -> int:
@@ -255,10 +290,25 @@ def _reason_against_device(*models: PreTrainedModel) -> str | None:
     return None if device.type == "cuda" else f"the target is on {device.type}"
 
 
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated there; infinite where only the system knows."""
+    if device.type != "cuda":
+        return math.inf
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether it, or an error on the way to it, is one of a device's memory."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def _addresses(*models: torch.nn.Module) -> tuple[int, ...]:
     """Where the weights are: graphs read them there."""
     tensors = itertools.chain.from_iterable((*model.parameters(), *model.buffers()) for model in models)
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-__all__ = ["CaptureError", "CapturedRounds", "reason_against", "tiers"]
+__all__ = ["CaptureError", "CapturedRounds", "Needs", "reason_against", "tiers"]

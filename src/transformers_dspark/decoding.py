@@ -27,7 +27,7 @@ from .batch.schedule import RoundSchedule
 from .batch.stopping import RowStopping
 from .batch.trace import RoundTrace, RowCounts
 from .cache import RaggedCache
-from .captured import CapturedRounds, CaptureError, reason_against
+from .captured import CapturedRounds, CaptureError, Needs, reason_against
 from .captured_loop import CapturedLoop, CapturedRound
 from .generation_config import DraftingOptions
 from .modeling_dspark import DSparkDrafter
@@ -162,9 +162,9 @@ class _Batch:
     def __enter__(self) -> _Batch:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.captured is not None:
-            self.captured.give_back()
+            self.captured.give_back(error)
 
     @property
     def plays_graphs(self) -> bool:
@@ -182,7 +182,7 @@ class _Batch:
         )
         if reason is None:
             compiling = None if self.config.disable_compile else self.config.compile_config
-            lent = CapturedRounds.lend(self.target, self.drafter, len(self.ends), self.max_length, compiling)
+            lent = CapturedRounds.lend(Needs(self.target, self.drafter, len(self.ends), self.max_length, compiling))
             if isinstance(lent, CapturedRounds):
                 self.captured, self.taps = lent, lent.taps
                 return lent.cache

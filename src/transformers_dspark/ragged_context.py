@@ -54,6 +54,11 @@ class RaggedContext(DSparkContext):
         """`(live, length)` absolute positions of the committed tokens; -1 behind a row's last."""
         return self._places[: self.live, : self.length]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers' keys and values, as far as they are allocated."""
+        return sum(keys.nbytes + values.nbytes for keys, values in filter(None, self._buffers))
+
     def extend(
         self, drafter: DSparkDrafter, taps: torch.Tensor, position_ids: torch.Tensor, window: VerifyWindow
     ) -> None:

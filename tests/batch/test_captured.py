@@ -4,8 +4,11 @@ results that are read a round late, rows that are taken out and the choice of si
 """
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from transformers import CompileConfig, MaxTimeCriteria, TextStreamer
 from transformers.generation import EosTokenCriteria
 
 from transformers_dspark import DSparkGenerationConfig, captured, captured_loop, decoding, ragged_ops
+from transformers_dspark.cache import RaggedLayer
 from transformers_dspark.captured import tiers
 from transformers_dspark.graphs import Graph
 from transformers_dspark.quicker import COMPILED
@@ -335,3 +339,78 @@ def test_tiers():
         assert found[0] == rows
         assert found[-1] == rows * (width + 1)
         assert all(a < b <= max(a + 1, 1.26 * a) for a, b in pairwise(found))
+
+
+def test_calls_of_two_kinds_share_their_buffers(lab, monkeypatch):
+    """What was too small is doubled, and what another call needs is kept, as far as memory is free."""
+    target, drafter = lab.target(), lab.drafter()
+
+    def call(rows, new):
+        ids, mask = ragged(rows)
+        settings, over = config(max_new_tokens=new), [MaxTimeCriteria(1e-9)]
+        drafted = {"assistant_model": drafter, "generation_config": settings, "stopping_criteria": over}
+        target.generate(ids, attention_mask=mask, **drafted)
+        return drafter.captured.room
+
+    calls = [(1, 300), (1, 700), (1, 30), (1, 1100), (1, 1900), (4, 20), (1, 1500), (5, 20)]
+    grown = [(1, 512), *[(1, 1024)] * 2, *[(1, 2048)] * 2, *[(4, 2048)] * 2, (8, 2048)]
+    assert [call(*one) for one in calls] == grown
+    held = drafter.captured.cache.nbytes
+    assert held > 9 * 2048 * 2 * target.config.num_hidden_layers * target.config.hidden_size
+    for free, tokens, room in ((1.3, 400, (9, 2048)), (0.9, 2100, (9, 2304)), (0.0, 2400, (9, 2560))):
+        monkeypatch.setattr(captured, "free_memory", lambda device, free=free: free * held)
+        assert call(9, tokens) == room  # all that there was, and nothing doubled; no more than is asked
+
+
+def test_memory_that_runs_out(lab, monkeypatch):
+    """Before anything is generated; and a smaller call later finds what it needs."""
+    target, drafter, made = lab.target(), lab.drafter(), RaggedLayer.lazy_initialization
+
+    def small(layer, keys, values):
+        if layer.capacity > 512:
+            raise torch.OutOfMemoryError("no memory")
+        made(layer, keys, values)
+
+    monkeypatch.setattr(RaggedLayer, "lazy_initialization", small)
+    ids, mask = ragged(1)
+    first, shown = play(target, drafter, ids, mask).sequences, []
+    with pytest.raises(torch.OutOfMemoryError):
+        target.generate(
+            ids,
+            attention_mask=mask,
+            assistant_model=drafter,
+            generation_config=config(max_new_tokens=600),
+            streamer=SimpleNamespace(put=shown.append),
+        )
+    assert len(shown) == 1  # the prompt
+    assert drafter.captured is None
+    assert torch.equal(play(target, drafter, ids, mask).sequences, first)
+
+
+def test_a_capture_that_runs_out_of_memory_is_tried_again(lab, monkeypatch):
+    def starved(*args):
+        try:
+            raise torch.OutOfMemoryError("no memory")
+        finally:
+            raise RuntimeError("the capture was ended")  # which is what a capture says of any error in it
+
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(captured, "Graph", starved)
+        first = play(target, drafter, ids, mask, use_cuda_graphs="auto").sequences
+    assert drafter.captured is None
+    assert torch.equal(play(target, drafter, ids, mask).sequences, first)
+    assert drafter.captured.count > 0
+
+
+def test_old_buffers_make_room_for_new_ones(lab):
+    """At once: nothing waits for the collector of cycles."""
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(1)
+    play(target, drafter, ids, mask)
+    old = weakref.ref(drafter.captured.cache)
+    gc.disable()
+    try:
+        play(target, drafter, *ragged(2))
+    finally:
+        gc.enable()
+    assert old() is None
