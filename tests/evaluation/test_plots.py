@@ -61,6 +61,12 @@ def test_a_reliability_diagram():
     assert len({line.get_linestyle() for line in axes.lines[1:]}) == 2
 
 
+def test_who_draws_results_of_the_gpu_benchmark(capsys):
+    path = RESULTS.parent / "h200" / "gpu.json"
+    assert main(["plot", str(path)]) == 2
+    assert f"python -m benchmarks.gpu --plot {path}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", "[1, 2]", "3", "not json"])
 def test_nothing_to_draw(tmp_path, capsys, text):
     path = tmp_path / "x.json"

@@ -13,14 +13,19 @@ constants with 8 and with 64 tokens, and writes the best of every shape to FILE,
 import argparse
 import importlib.util
 import json
+import platform
+import shlex
 import statistics
+import subprocess
 import sys
 import time
+from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import triton
 
 
 if importlib.util.find_spec("few_rows_linear") is None:
@@ -202,6 +207,25 @@ def measure(shape, peak, tuned):
         } | checked
 
 
+def environment():
+    """What a reader needs to judge the figures or to measure them again."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = None  # no git, or no checkout
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *words]),
+        "commit": commit,
+        "device": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="file for the results")
@@ -220,9 +244,7 @@ def main():
     print(f"copy: {peak / 1e12:.2f} TB/s on {device}", flush=True)
     tried, results, tuned = [], [], {}
     report = {
-        "device": device,
-        "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
+        "environment": environment(),
         "copy_bytes_per_s": peak,
         "results": results,
         "tried": tried,

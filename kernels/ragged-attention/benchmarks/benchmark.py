@@ -1,7 +1,7 @@
 """
 How near the kernel comes to the device's copy bandwidth, after a check against the reference.
 
-    python benchmarks/benchmark.py [--json FILE] [--sweep]
+    python benchmarks/benchmark.py [--json FILE] [--sweep] [--minutes M]
 
 Bytes are those a step must move: keys and values that are visible, queries and the output. Each repeat reads another
 cache, so that none is found in the last-level cache; times are medians over replays of a CUDA graph, in which launches
@@ -11,12 +11,18 @@ cost nothing. `--sweep` tries other constants of a launch and prints the best of
 import argparse
 import importlib.util
 import json
+import platform
+import shlex
 import statistics
+import subprocess
 import sys
+import time
+from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 
 import torch
+import triton
 
 
 if importlib.util.find_spec("ragged_attention") is None:
@@ -115,18 +121,45 @@ def measure(case, dtype, device, tiling):
     return seconds(run) / copies, moved
 
 
+def environment():
+    """What a reader needs to judge the figures or to measure them again."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = None  # no git, or no checkout
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *words]),
+        "commit": commit,
+        "device": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--sweep", action="store_true", help="try other constants, too")
+    parser.add_argument("--minutes", type=float, default=5.0, help="begin nothing new afterwards (default: 5)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "This benchmark needs a CUDA device: the interpreter's times say nothing.\n")
+    if args.json is not None and not args.json.parent.is_dir():
+        parser.error(f"{args.json}: there is no folder {args.json.parent}; make it first or name another file.")
+    deadline = time.monotonic() + 60 * args.minutes
     device, dtype = torch.device("cuda"), torch.bfloat16
     peak = copy_bandwidth(device)
     print(f"copy: {peak / 1e12:.2f} TB/s on {torch.cuda.get_device_name(device)}")
     results = []
+    report = {"environment": environment(), "copy_bytes_per_s": peak, "results": results}
     for case in CASES:
+        if time.monotonic() > deadline:
+            print(case, "left out, the time is over")
+            continue
         heads, kv_heads, dim = case[3:]
         error, steady = check(case, dtype, device)
         default = default_tiling(heads // kv_heads, dim * 2)
@@ -148,9 +181,8 @@ def main():
                 {"case": case, "tiling": tiling._asdict(), "label": label, "seconds": took, "share_of_copy": share}
                 | {"max_error": error, "row_bits_steady": steady}
             )
-    if args.json:
-        report = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "copy_bytes_per_s": peak}
-        args.json.write_text(json.dumps(report | {"results": results}, indent=1))
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

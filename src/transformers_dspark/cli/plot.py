@@ -25,8 +25,11 @@ def run(args: argparse.Namespace) -> int:
     results = {path: read_result(path) for path in args.results}
     for path, result in results.items():
         if not pictures_of(result):
+            of_gpu = isinstance(result, dict) and "parts" in result
             raise UsageError(
-                f"{path} holds nothing to draw: give a file of `dspark eval --json`, `calibrate --json`, "
+                f"{path} is of the GPU benchmark: draw it with `python -m benchmarks.gpu --plot {path}` in a checkout"
+                if of_gpu
+                else f"{path} holds nothing to draw: give a file of `dspark eval --json`, `calibrate --json`, "
                 "`bench --json`, `profile --out`, or a round trace"
             )
     written = {str(path): [str(p) for p in draw(result, args.out, path.stem)] for path, result in results.items()}
