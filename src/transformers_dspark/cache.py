@@ -201,6 +201,8 @@ class RaggedCache(Cache):
     def restart(self, rows: int) -> None:
         """Forgets all texts; the first rows, of those that were allocated, are those of new ones."""
         self.context.restart(rows)
+        if isinstance(self.recurrent, RecurrentRows):
+            self.recurrent.restart(rows)
         self.ids = []
 
     def copied(self, order: Sequence[int], capacity: int) -> RaggedCache:
@@ -209,12 +211,29 @@ class RaggedCache(Cache):
         other.layers = [copy.copy(layer) for layer in self.layers]
         other.context = copy.copy(self.context)
         other.context.lengths = list(self.lengths)
+        if isinstance(self.recurrent, RecurrentRows):
+            other.recurrent = self.recurrent.copied()
         other.rearrange(order, capacity)
         return other
 
     def reading(self, window: VerifyWindow) -> AbstractContextManager[None]:
         """While it lasts, a forward of the target over this window keeps recurrent states as well, if it has any."""
         return nullcontext() if self.recurrent is None else self.recurrent.reading(window, self.lengths)
+
+    def stepping(self, window: VerifyWindow) -> AbstractContextManager[None]:
+        """As [`~RaggedCache.reading`] for a forward of fixed shape, behind which [`~RaggedCache.take`] is called."""
+        return self.recurrent.stepping(window) if isinstance(self.recurrent, RecurrentRows) else nullcontext()
+
+    def take(self, counts: torch.Tensor) -> None:
+        """On the device, moves recurrent states on by the first `(rows,)` tokens of the latest step."""
+        if isinstance(self.recurrent, RecurrentRows):
+            self.recurrent.take(counts)
+
+    def advance(self, row: int, count: int) -> None:
+        """On the host, counts `count` more entries of a row, which its recurrent states hold already."""
+        self.lengths[row] += count
+        if isinstance(self.recurrent, RecurrentRows):
+            self.recurrent.settled[row] += count
 
     def cut(self, row: int, length: int) -> None:
         """Forgets a row's entries from `length` on; all of them where a recurrent state has gone further."""
@@ -228,9 +247,7 @@ class RaggedCache(Cache):
                 swap_rows((layer.keys[:, :, :longer], layer.values[:, :, :longer]), first, second)
         self.context.swap_rows(first, second)
         if self.recurrent is not None:
-            order = torch.arange(self.context.rows)
-            order[[first, second]] = order[[second, first]]
-            self.recurrent.rearrange(order)
+            self.recurrent.swap_rows(first, second)
 
     def rearrange(self, order: Sequence[int], capacity: int) -> None:
         """Puts row `order[i]` in place i, and changes the capacity of all."""

@@ -27,6 +27,7 @@ from .modeling_dspark import DSparkDrafter
 from .quicker import Quicker
 from .static_round import RoundResult, RoundState, StaticRound
 from .target import TargetTaps
+from .window_layers import missing_windows
 
 
 logger = logging.get_logger(__name__)
@@ -273,13 +274,14 @@ def reason_against(
         "strict_greedy=True lets tokens attend one by one": options.strict_greedy,
         "nothing is to be drafted": options.width == 0,
         "the target has a last position": last_position,
-        "the target keeps states that are no keys and values": keeps_recurrent_state(target) or bool(mixers(target)),
+        "the target keeps states that are no keys and values": keeps_recurrent_state(target) and not mixers(target),
         "a model is in training mode": target.training or drafter.training,
         "autocast is on": torch.is_autocast_enabled("cuda"),
         "the target carries adapters, which may be switched": getattr(target, "_hf_peft_config_loaded", False),
         "modules of the target have forward hooks": any(map(has_hooks, target.modules())),
     }
-    return next((reason for reason, met in reasons.items() if met), _reason_against_device(target, drafter))
+    met = next((reason for reason, met in reasons.items() if met), None)
+    return met or _reason_against_device(target, drafter) or missing_windows(target)
 
 
 def _reason_against_device(*models: PreTrainedModel) -> str | None:

@@ -242,7 +242,7 @@ class CapturedLoop:
             found.failed.append(bool(failed[place]))
             places.append(place)
             self._ends[row] += len(new)
-            self._rounds.cache.lengths[place] += len(new)  # no row moves while a round is under way
+            self._rounds.cache.advance(place, len(new))  # no row moves while a round is under way
             if self._ends[row] >= self._limit or (new and new[-1] in self._eos_ids):
                 self._gone.add(row)
         return found if before.confidence is None else found._replace(confidence=before.confidence[places])

@@ -145,6 +145,10 @@ class CompressedRows:
         self._rows[row] = self._fresh()
         return 0
 
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchanges two rows."""
+        self._rows[first], self._rows[second] = self._rows[second], self._rows[first]
+
     def rearrange(self, order: torch.Tensor) -> None:
         """Puts row `order[i]` in place i."""
         self._rows = [self._rows[row] for row in order.tolist()]

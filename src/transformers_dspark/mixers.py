@@ -19,9 +19,9 @@ from .windows import WINDOW_KEYWORD
 RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 # what a mixer returns: states `(n, width, ...)`, or several such
 Mixed: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
-# arguments of a mixer that speak of the packed forward, and not of what it reads
 _PACKED = {"attention_mask", "position_ids", WINDOW_KEYWORD}
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
+STATES = ("conv_states", "recurrent_states")  # of a layer of Transformers' caches
 
 
 def mixers(target: PreTrainedModel) -> dict[int, nn.Module]:
@@ -33,12 +33,12 @@ def _by_layer(target: PreTrainedModel) -> dict[int, list[nn.Module]]:
     found: dict[int, list[nn.Module]] = {}
     for module in target.modules():
         layer = getattr(module, "layer_idx", None)
-        if layer is not None and _uses(type(module)) & _UPDATES:
+        if layer is not None and names_used(type(module)) & _UPDATES:
             found.setdefault(int(layer), []).append(module)
     return found
 
 
-def _uses(kind: type) -> set[str]:
+def names_used(kind: type) -> set[str]:
     """Names that the methods of a class use."""
     functions = [inspect.unwrap(value) for value in vars(kind).values() if inspect.isfunction(value)]
     return {name for function in functions for name in function.__code__.co_names}
@@ -56,7 +56,7 @@ def missing_mixers(target: PreTrainedModel) -> str | None:
     if several := [layer for layer, modules in found.items() if len(modules) > 1]:
         names = ", ".join(sorted({type(module).__name__ for module in found[several[0]]}))
         return f"keeps states of layer {several[0]} in {len(found[several[0]])} modules ({names})"
-    for mixer in _one_of_each(modules[0] for modules in found.values()):
+    for mixer in one_of_each(modules[0] for modules in found.values()):
         if isinstance(reason := _tried(mixer, config.hidden_size, target.dtype), str):
             return f"has a {type(mixer).__name__}, which {reason}"
     return None
@@ -69,11 +69,12 @@ def read_one_by_one(target: PreTrainedModel) -> bool:
     """
     config = target.config.get_text_config(decoder=True)
     return any(
-        _tried(mixer, config.hidden_size, target.dtype) is True for mixer in _one_of_each(mixers(target).values())
+        _tried(mixer, config.hidden_size, target.dtype) is True for mixer in one_of_each(mixers(target).values())
     )
 
 
-def _one_of_each(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
+def one_of_each(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    """One module of each class."""
     return {type(module): module for module in modules}.values()
 
 
@@ -91,12 +92,9 @@ def _tried(mixer: nn.Module, size: int, dtype: torch.dtype) -> bool | str:
         try:
             for layer in (together, apart):
                 call_mixer(mixer, mixer.forward, first, layer)
-            pairs = zip(
-                _tensors(call_mixer(mixer, mixer.forward, second, together)),
-                _tensors(one_by_one(mixer, mixer.forward, second, apart)),
-                strict=True,
+            gap = relative_gap(
+                call_mixer(mixer, mixer.forward, second, together), one_by_one(mixer, mixer.forward, second, apart)
             )
-            gap = max(float(torch.dist(a.float(), b.float()) / b.float().norm()) for a, b in pairs)
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
             _known[mixer] = f"reads more than the states before it ({type(error).__name__}: {error})"
         else:
@@ -138,20 +136,31 @@ def map_mixed(function: Callable[..., torch.Tensor], *mixed: Mixed) -> Mixed:
     return tuple(function(*states) for states in zip(*mixed, strict=True))
 
 
-def _tensors(mixed: Mixed) -> tuple[torch.Tensor, ...]:
-    return (mixed,) if isinstance(mixed, torch.Tensor) else mixed
+def relative_gap(found: Mixed, expected: Mixed) -> float:
+    """The largest distance of two tensors, in units of the second one's length."""
+    pairs = zip(*((mixed,) if isinstance(mixed, torch.Tensor) else mixed for mixed in (found, expected)), strict=True)
+    return max(float(torch.dist(a.float(), b.float()) / b.float().norm()) for a, b in pairs)
+
+
+def packed_arguments(mixer: nn.Module) -> frozenset[str]:
+    """Arguments of a mixer that speak of the packed forward, and not of what it reads."""
+    return frozenset(_PACKED | ({"position_embeddings"} - inspect.signature(type(mixer).forward).parameters.keys()))
 
 
 def mixer_arguments(
-    mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    mixer: nn.Module, packed: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """
     What a call of a mixer in a packed forward gives it: the states to read, and options.
 
+    Args:
+        mixer (`nn.Module`): The mixer.
+        packed (`frozenset[str]`): Of [`packed_arguments`].
+        args (`tuple`), kwargs (`dict`): Of the call.
+
     Raises:
         NotImplementedError: it is given more to read than these.
     """
-    packed = _PACKED | ({"position_embeddings"} - inspect.signature(type(mixer).forward).parameters.keys())
     named = {name: value for name, value in kwargs.items() if name not in packed and not isinstance(value, Cache)}
     hidden = named.pop("hidden_states") if "hidden_states" in named else args[0]
     if any(isinstance(value, (torch.Tensor, tuple)) for value in (*args[1:], *named.values())):
@@ -164,12 +173,17 @@ def mixer_arguments(
 
 __all__ = [
     "RECURRENT_KINDS",
+    "STATES",
     "Mixed",
     "call_mixer",
     "map_mixed",
     "missing_mixers",
     "mixer_arguments",
     "mixers",
+    "names_used",
     "one_by_one",
+    "one_of_each",
+    "packed_arguments",
     "read_one_by_one",
+    "relative_gap",
 ]

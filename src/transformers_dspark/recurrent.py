@@ -9,10 +9,14 @@ state on. Only mixers read anything twice: attention, experts and the head see t
 
 Mixers that have to be given one token at a time show their state behind each. Then all states of a window are kept
 until it is known how far each row has come, and nothing is read twice.
+
+In rounds of fixed shape nothing waits in front of a window: mixers that can read windows as `window_layers` says show
+the states behind each token, and the right ones are taken when the round knows how many stay.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +27,22 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from .lending import Lender, lend_forward
-from .mixers import Mixed, call_mixer, map_mixed, mixer_arguments, mixers, one_by_one, read_one_by_one
+from .mixers import (
+    STATES,
+    Mixed,
+    call_mixer,
+    map_mixed,
+    mixer_arguments,
+    mixers,
+    one_by_one,
+    packed_arguments,
+    read_one_by_one,
+)
+from .ragged_context import swap_rows
+from .window_layers import WindowLayer, windowed
 from .windows import VerifyWindow
 
 
@@ -96,6 +112,9 @@ class MixerRows:
         # made by the first call
         self._states: dict[tuple[str, int], torch.Tensor] = {}
         self._inputs: torch.Tensor | None = None  # [rows, columns, hidden]
+        self.packed = packed_arguments(mixer)
+        self._windowed = windowed(mixer)
+        self._window: WindowLayer | None = None  # of a round of fixed shape
 
     def copy(self, rows: torch.Tensor, passed: int = 0) -> LinearAttentionLayer:
         """A layer of a cache with copies of the states of `(n,)` rows, `passed` tokens behind the settled ones."""
@@ -112,7 +131,7 @@ class MixerRows:
 
     def keep(self, rows: torch.Tensor, layer: LinearAttentionLayer, passed: int = 0) -> None:
         """Takes over the states of `(n,)` rows that a mixer left in a layer of a cache."""
-        for name in ("conv_states", "recurrent_states"):
+        for name in STATES:
             for index, state in getattr(layer, name).items():
                 if state is None:
                     continue
@@ -176,7 +195,7 @@ class MixerRows:
     def _pass(self, passed: torch.Tensor) -> None:
         for state in self._states.values():
             tokens = passed.to(state.device)
-            state[0] = state[tokens, torch.arange(len(tokens), device=state.device)]
+            state[0, : len(tokens)] = state[tokens, torch.arange(len(tokens), device=state.device)]
 
     def _room(self, columns: int, like: torch.Tensor) -> torch.Tensor:
         old = self._inputs
@@ -186,6 +205,34 @@ class MixerRows:
                 self._inputs[:, : old.shape[1]] = old
         assert self._inputs is not None  # for the type checker
         return self._inputs
+
+    def open_window(self) -> None:
+        """States stay as they are until [`~MixerRows.take`]."""
+        self._window = WindowLayer({name: state[0] for (name, _), state in self._states.items()})
+
+    def step(self, window: VerifyWindow, hidden: torch.Tensor, named: dict[str, Any]) -> Mixed:
+        """
+        Outputs of a packed forward of fixed shape.
+
+        Args:
+            window (`VerifyWindow`): Windows of the first rows, and tokens of a spare row.
+            hidden (`torch.FloatTensor` of shape `(1, total, hidden)`): Inputs of the packed tokens.
+            named (`dict`): Options of the call.
+        """
+        assert self._window is not None  # for the type checker
+        starts, ends = window.spans[1, :-1, None], window.spans[1, 1:, None]
+        places = starts + torch.arange(window.width, device=starts.device)  # [rows, width]
+        rectangle = hidden[0, places.clamp(max=hidden.shape[1] - 1)]
+        rectangle = rectangle.masked_fill((places >= ends)[..., None], 0.0)
+        mixed = call_mixer(self._mixer, self._windowed, rectangle, self._window, **named)
+        owners = window.rows.clamp(max=len(rectangle) - 1)
+        return map_mixed(lambda states: states[owners, window.offsets][None], mixed)
+
+    def take(self, counts: torch.Tensor) -> None:
+        """Moves the states of the first rows on by `(rows,)` tokens of the latest step."""
+        assert self._window is not None  # for the type checker
+        self._window.take(counts)
+        self._window = None
 
     def behind(self, row: int, count: int) -> LinearAttentionLayer:
         """A layer of a cache with the states of a row, `count` committed tokens behind the settled ones."""
@@ -197,10 +244,15 @@ class MixerRows:
             call_mixer(self._mixer, self._mixer.forward, self._inputs[row : row + 1, :count], layer)
         return layer
 
-    def clear(self, row: int) -> None:
-        """A row's state as before its first token."""
+    def clear(self, rows: int | slice = slice(None)) -> None:
+        """States as before the first token, of one row or of all."""
         for state in self._states.values():
-            state[:, row] = 0
+            state[:, rows] = 0
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchanges two rows in place."""
+        held = [state.transpose(0, 1) for state in self._states.values()]
+        swap_rows([*held, *(() if self._inputs is None else (self._inputs,))], first, second)
 
     def rearrange(self, order: torch.Tensor) -> None:
         """Puts row `order[i]` in place i."""
@@ -244,6 +296,27 @@ class RecurrentRows:
         self.settled, self.reread = [0] * rows, 0
         self._one_by_one = read_one_by_one(target)
         self._plan: _Plan | None = None
+        self._window: VerifyWindow | None = None
+
+    @contextmanager
+    def stepping(self, window: VerifyWindow) -> Iterator[None]:
+        """
+        While it lasts, a forward of fixed shape over this window reads the states of its rows, which are settled.
+        Then [`~RecurrentRows.take`] moves them on.
+        """
+        for layer in self._layers.values():
+            layer.open_window()
+        self._window = window
+        try:
+            with _mixing(self._modules.values()):
+                yield
+        finally:
+            self._window = None
+
+    def take(self, counts: torch.Tensor) -> None:
+        """Moves the states of the first rows on by `(rows,)` tokens of the latest step."""
+        for layer in self._layers.values():
+            layer.take(counts)
 
     @contextmanager
     def reading(self, window: VerifyWindow, lengths: Sequence[int]) -> Iterator[None]:
@@ -310,9 +383,17 @@ class RecurrentRows:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Mixed:
         """A mixer's own `forward` over the packed tokens of the current window."""
+        layer = self._layers[int(module.layer_idx)]  # type: ignore[arg-type]
+        hidden, named = mixer_arguments(module, layer.packed, args, kwargs)
+        if self._window is not None:
+            return layer.step(self._window, hidden, named)
         assert self._plan is not None  # for the type checker
-        hidden, named = mixer_arguments(module, args, kwargs)
-        return self._layers[int(module.layer_idx)].mix(self._plan, forward, hidden, named)  # type: ignore[arg-type]
+        return layer.mix(self._plan, forward, hidden, named)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a forward is reading these rows."""
+        return self._plan is not None or self._window is not None
 
     def settle_as_usual(self, lengths: Sequence[int]) -> None:
         """Says that as many tokens wait to be read once more as a row has on average, for timing steps."""
@@ -333,6 +414,25 @@ class RecurrentRows:
         self.settled[row] = 0
         return 0
 
+    def restart(self, rows: int) -> None:
+        """Forgets all texts; the first rows, of those that there are, are those of new ones."""
+        self.settled, self.reread = [0] * rows, 0
+        for layer in self._layers.values():
+            layer.clear()
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchanges two rows."""
+        self.settled[first], self.settled[second] = self.settled[second], self.settled[first]
+        for layer in self._layers.values():
+            layer.swap_rows(first, second)
+
+    def copied(self) -> RecurrentRows:
+        """The same rows, which can be rearranged apart."""
+        other = copy.copy(self)
+        other.settled = list(self.settled)
+        other._layers = {index: copy.copy(layer) for index, layer in self._layers.items()}
+        return other
+
     def rearrange(self, order: torch.Tensor) -> None:
         """Puts row `order[i]` in place i."""
         self.settled[:] = [self.settled[row] for row in order.tolist()]
@@ -343,8 +443,8 @@ class RecurrentRows:
 def _mixed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Forwards with any other cache, as those of a logits processor, pass through."""
     for value in (*args, *kwargs.values()):
-        rows = getattr(value, "recurrent", None)
-        if isinstance(rows, RecurrentRows) and rows._plan is not None:
+        rows = getattr(value, "recurrent", None) if isinstance(value, Cache) else None
+        if isinstance(rows, RecurrentRows) and rows.mixes:
             return rows.mix(module, forward, args, kwargs)
     return forward(*args, **kwargs)
 

@@ -233,14 +233,15 @@ class StaticRound:
         ids = torch.cat((blocks, torch.zeros_like(blocks[:1])))[window.rows, window.offsets]
         owners = window.rows.clamp(max=len(self._rows) - 1)
         positions = window.columns + torch.where(window.rows < len(self._rows), state.shifts[owners], 0)
-        outputs = self._taps.step(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            cache=self._cache,
-            use_cache=True,
-            **{WINDOW_KEYWORD: window},
-            **self._taps.forward_kwargs,
-        )
+        with self._cache.stepping(window):
+            outputs = self._taps.step(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                cache=self._cache,
+                use_cache=True,
+                **{WINDOW_KEYWORD: window},
+                **self._taps.forward_kwargs,
+            )
         logits = outputs.logits[0].to(state.text.device, torch.float32)
         scores = self._processors(state.text, owners, state.ends[owners] + window.offsets, logits)
         places = ((ends - counts)[:, None] + self._offsets[: blocks.shape[1]]).clamp(max=total - 1)
@@ -299,6 +300,7 @@ class StaticRound:
         state.text.scatter_(1, places, tokens)
         state.ends += kept
         state.entries += kept
+        self._cache.take(kept)
         state.live &= ~((ended & counts).any(dim=1) | failed)
         return RoundResult(tokens, kept, torch.minimum(verdict.accepted, kept), sent, drafts.confidence, failed)
 

@@ -174,10 +174,18 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
 
 
 def learned_positions(target: PreTrainedModel) -> int | None:
-    """Positions in a target's table of them, if it has one. Rotary embeddings know no last position."""
-    if any("Rotary" in type(module).__name__ for module in target.modules()):
+    """
+    Positions in a target's table of them, if it has one, learned or computed beforehand. Rotary embeddings know no
+    last position, and neither do recurrent layers, which tell where they are without any.
+    """
+    count = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if count is None or any("Rotary" in type(module).__name__ for module in target.modules()):
         return None
-    return getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    tokens = target.get_input_embeddings()
+    learned = (part.weight for part in target.modules() if isinstance(part, nn.Embedding) and part is not tokens)
+    lines = [table.shape[0] for table in (*learned, *target.buffers()) if table.dim() > 1]
+    # some tables have a few lines in front of the first position
+    return count if any(count <= found <= count + 8 for found in lines) else None
 
 
 __all__ = ["TargetTaps", "decoder_layers", "few_rows_linears", "learned_positions"]
