@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
+    deadline = time.monotonic() + 60 * args.minutes
     if args.plot is not None:
-        for path in draw(json.loads(args.plot.read_text(encoding="utf-8")), args.plot.parent, args.plot.stem):
+        for path in draw(_result(args.plot), args.plot.parent, args.plot.stem):
             print(path)
         return 0
     parts = list(PARTS) if args.parts is None else args.parts.split(",")
@@ -48,11 +50,11 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     }
     if args.add:
         header |= _earlier(args.json, header["environment"]["device"], parts)
-    report = Report(args.json, header, args.minutes)
-    with Bench(settings) as bench:
-        header_line = {"copy_bytes_per_second": bench.bandwidth}
-        report.add("device", header_line)
+    report = Report(args.json, header, deadline)
+    with Bench(settings, deadline) as bench:
+        report.add("device", {"copy_bytes_per_second": bench.bandwidth})
         for part in parts:
+            bench.make_room()
             report.measure(part, PARTS[part][0](bench), bench.release)
     print_summary(summary(report.result["parts"]))
     return 0
@@ -62,13 +64,21 @@ def _earlier(path: Path | None, device: str, parts: list[str]) -> dict[str, Any]
     """Of a file that an earlier command wrote, what this one does not measure, and where that was measured."""
     if path is None or not path.exists():
         return {}
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = _result(path)
     if before["environment"]["device"] != device:
         raise UsageError(
             f"--add: {path.name} is from {before['environment']['device']}, not {device}: name another file"
         )
     kept = {name: lines for name, lines in before["parts"].items() if name not in (*parts, "device")}
     return {"parts": kept, "earlier": [*before.get("earlier", []), before["environment"]]}
+
+
+def _result(path: Path) -> dict[str, Any]:
+    """What an earlier command wrote."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not {"environment", "settings", "parts"} <= found.keys():
+        raise UsageError(f"{path} is no result of this benchmark: give a file that its --json wrote")
+    return found
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -116,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     add("--engine", choices=ENGINES, help="how the loop runs the target (default: compiled; on a CPU eager)")
     add("--engines", choices=ENGINES, nargs="+", default=list(ENGINES), help="that `verify` compares (default: all)")
     add("--minutes", type=positive_float, default=60.0, metavar="M", help="then nothing more is measured")
-    add("--pair-target", type=Path, metavar="FOLDER", help="the real target, for the part pair")
+    add("--pair-target", type=Path, metavar="FOLDER", help="the real target, for the parts pair and divergence")
     add("--pair-drafter", metavar="FOLDER", help="its drafter (default: the one of the repository)")
     add("--pair-prompts", type=Path, metavar="FILE", help='JSON lines of {"turns": ["..."]}')
     add("--pair-tokens", type=positive_int, default=160, metavar="N", help="of an answer (default: %(default)s)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Iterable
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from transformers_dspark import StepCostTable
+from transformers_dspark.evaluation.real_pair import find_drafter
+from transformers_dspark.evaluation.runs import Pair
 from transformers_dspark.step_costs import DraftCost, StepCost
 
 from .profiles import ForcedAcceptance, RoundClock
@@ -62,10 +65,11 @@ class Bench:
 
     Args:
         settings (`Settings`): Of the command.
+        deadline (`float`): By the monotonic clock; what is begun must end by then.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, deadline: float = math.inf) -> None:
+        self.settings, self.deadline = settings, deadline
         self.clock = RoundClock(settings.device)
         self.forced = ForcedAcceptance(self.clock, max(settings.rows), LONGEST_BLOCK)
         self._measured: dict[Any, Rounds] = {}
@@ -83,6 +87,14 @@ class Bench:
     def models(self) -> Models:
         device = self.settings.device
         return build(self.settings.shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    @cached_property
+    def pair(self) -> Pair | None:
+        """The real pair, if the command names one."""
+        settings = self.settings
+        if settings.pair_target is None:
+            return None
+        return Pair.load(str(settings.pair_target), find_drafter(settings.pair_drafter), settings.device)
 
     @cached_property
     def bandwidth(self) -> float:
@@ -113,7 +125,21 @@ class Bench:
 
     def release(self) -> None:
         """Gives what the batched loop keeps between calls back to the device."""
-        self.models.drafter.captured = None
+        made = vars(self)  # nothing is built for this
+        for pair in (made.get("models"), made.get("pair")):
+            if pair is not None:
+                pair.drafter.captured = None
+        self._collect()
+
+    def make_room(self) -> None:
+        """The same before a part that may need memory of its own, where little is left."""
+        self._collect()
+        if self.settings.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.settings.device)
+            if free < total / 2:
+                self.release()
+
+    def _collect(self) -> None:
         gc.collect()
         if self.settings.device.type == "cuda":
             torch.cuda.empty_cache()

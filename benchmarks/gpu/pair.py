@@ -4,38 +4,34 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
+from transformers import GenerationConfig
 
 from transformers_dspark.evaluation.prompts import DEMO_PROMPTS, read_conversations
-from transformers_dspark.evaluation.real_pair import find_drafter
 from transformers_dspark.evaluation.runs import Pair
 
-from .bench import Bench
+from .bench import Bench, Settings
 from .profiles import JUDGED
 from .report import Line, Task
 from .rounds import ENGINES
 
 
 ALONE = 6  # prompts that are answered one by one, to stand for one row
+NO_PAIR = {"skipped": "no --pair-target"}
 
 
 def pair(bench: Bench) -> Iterator[Task]:
     """The pair's own acceptance, against `generate` with a static cache that Transformers compiles."""
-    settings = bench.settings
-    if settings.pair_target is None:
-        yield {}, lambda: {"skipped": "no --pair-target"}
+    settings, loaded = bench.settings, bench.pair
+    if loaded is None:
+        yield {}, lambda: NO_PAIR
         return
-    dtype = torch.bfloat16 if settings.device.type == "cuda" else torch.float32
-    loaded = Pair.load(str(settings.pair_target), find_drafter(settings.pair_drafter), settings.device, dtype)
     for rows in settings.some_rows(1, 64):
-        texts = _texts(bench, max(rows, ALONE) if rows == 1 else rows)
-        # padded to one length, so that a static cache is compiled once
-        inputs = loaded.batch(texts)
-        batches = [{name: part[i : i + rows] for name, part in inputs.items()} for i in range(0, len(texts), rows)]
+        count = max(rows, ALONE) if rows == 1 else rows
+        batches = batches_of(loaded, list(itertools.islice(itertools.cycle(first_turns(settings)), count)), rows)
 
         def measure(batches: list[Line] = batches) -> Line:
             with bench.forced.paused():
@@ -45,16 +41,28 @@ def pair(bench: Bench) -> Iterator[Task]:
         yield {"rows": rows, "calls": len(batches), "prompts": prompts, "new_tokens": settings.pair_tokens}, measure
 
 
-def _texts(bench: Bench, count: int) -> list[str]:
-    path = bench.settings.pair_prompts
-    texts = list(DEMO_PROMPTS.values()) if path is None else [turns[0] for turns in read_conversations(path)]
-    return list(itertools.islice(itertools.cycle(texts), count))
+def first_turns(settings: Settings) -> list[str]:
+    """The prompts that the command names."""
+    path = settings.pair_prompts
+    return list(DEMO_PROMPTS.values()) if path is None else [turns[0] for turns in read_conversations(path)]
+
+
+def batches_of(loaded: Pair, texts: Sequence[str], rows: int) -> list[Line]:
+    """Inputs of `rows` prompts each, all padded to one length, so that a static cache is compiled once."""
+    inputs = loaded.batch(texts)
+    return [{name: part[i : i + rows] for name, part in inputs.items()} for i in range(0, len(texts), rows)]
+
+
+def greedy_configs(bench: Bench, loaded: Pair) -> tuple[GenerationConfig, GenerationConfig]:
+    """Options of the loop with the command's engine, and of `generate` with a static cache."""
+    tokens, engine = bench.settings.pair_tokens, ENGINES[bench.settings.engine]
+    alone = loaded.config(tokens)
+    alone.cache_implementation = "static"
+    return loaded.config(tokens, dspark_loop="batched", **engine), alone
 
 
 def _compared(bench: Bench, loaded: Pair, batches: list[Line]) -> Line:
-    tokens, engine = bench.settings.pair_tokens, ENGINES[bench.settings.engine]
-    ours, alone = loaded.config(tokens, dspark_loop="batched", **engine), loaded.config(tokens)
-    alone.cache_implementation = "static"
+    ours, alone = greedy_configs(bench, loaded)
     rounds, accepted, sent = [], [], []
 
     def drafted(inputs: Any) -> Any:
@@ -79,7 +87,7 @@ def _compared(bench: Bench, loaded: Pair, batches: list[Line]) -> Line:
         "speed_up": rates[0] / rates[1],
         "accepted_length": float(np.mean(accepted)),
         "sent": float(np.mean(sent)),
-        "median_round_seconds": float(np.median(rounds)),
+        "median_round_seconds": float(np.median(rounds)) if rounds else None,
         "same_texts": sum(same) / len(same),
         "simulated_acceptance": False,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from transformers_dspark import StepCostTable
 
 from .bench import Bench
+from .divergence import divergence
 from .idle import idle_of
 from .pair import pair
 from .peers import PEERS, STEPS
@@ -144,8 +146,9 @@ def host_gap(bench: Bench) -> Iterator[Task]:
     for rows in bench.settings.some_rows(1, 64):
 
         def measure(rows: int = rows) -> Line:
-            batch = bench.batch(rows, bench.settings.context)
-            return idle_of(partial(batch.run, "math", bench.settings.engine))
+            run = partial(bench.batch(rows, bench.settings.context).run, "math", bench.settings.engine)
+            run()  # captures, unless an earlier part did
+            return idle_of(run)
 
         yield {"rows": rows, "context": bench.settings.context}, measure
 
@@ -156,46 +159,58 @@ def costs(bench: Bench) -> Iterator[Task]:
     rows = bench.settings.some_rows(1, 32, 128)
     held_out = [drafts for drafts in (2, 5) if drafts < bench.models.block]
 
-    def compared(table: StepCostTable) -> Line:
+    def compared(table: StepCostTable, seconds: Callable[[Rounds], float], engine: str) -> Line:
         errors = []
         for count in rows:
             for drafts in held_out:
-                found = bench.drafting(count, context, drafts)
-                measured = found.seconds - (found.draft_seconds or 0.0)
+                found = bench.drafting(count, context, drafts, engine)
                 predicted = table.predict(count, count * (1 + drafts), found.mean_context)
-                errors.append(abs(predicted - measured) / measured)
-        return {"median_error": statistics.median(errors), "errors": errors}
+                errors.append(abs(predicted - seconds(found)) / seconds(found))
+        return {"engine": engine, "median_error": statistics.median(errors), "errors": errors}
 
-    def profiled() -> StepCostTable:
+    def of_rounds() -> Line:
+        """What is not drafting counts as the step, in the table as in what it is held against."""
+        table = bench.costs(rows, [context])
+        return compared(table, lambda found: found.seconds - (found.draft_seconds or 0.0), bench.settings.engine)
+
+    def profiled() -> Line:
+        """Steps alone, in graphs on a GPU but not compiled; so are those that they are held against."""
         grid = {"rows": rows, "tokens_per_row": (1, 2, 4, 8), "context": [context]}
-        return StepCostTable.profile(bench.models.target, bench.models.drafter, **grid, samples=5)
+        table = StepCostTable.profile(bench.models.target, **grid, samples=5)
+        engine = "graph" if bench.settings.device.type == "cuda" else "eager"
+        return compared(table, lambda found: found.step_seconds or math.nan, engine)
 
-    tables = {"of whole rounds": partial(bench.costs, rows, [context]), "StepCostTable.profile": profiled}
-    for name, make in tables.items():
-
-        def measure(make: Callable[[], StepCostTable] = make) -> Line:
-            return compared(make())
-
+    for name, measure in {"of whole rounds": of_rounds, "StepCostTable.profile": profiled}.items():
         yield {"table": name, "rows": rows, "context": context}, measure
 
 
 def startup(bench: Bench) -> Iterator[Task]:
-    """The first call of a fresh process, with what earlier processes left on the disk."""
+    """
+    The first call of a fresh process, with what earlier processes left on the disk: whatever they were, and then with
+    what a process like it has left.
+    """
 
     def measure() -> Line:
         bench.release()
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "result.json"
+            path, left = Path(folder) / "result.json", min(400.0, bench.deadline - time.monotonic())
             words = ["--parts", "first-call", "--shape", bench.settings.shape, "--engine", bench.settings.engine]
-            words += ["--context", str(bench.settings.context), "--json", str(path)]
-            words += ["--device", bench.settings.device.type]
+            words += ["--context", str(bench.settings.context), "--json", str(path), "--rows", "1"]
+            words += ["--device", bench.settings.device.type, "--minutes", str(left / 60)]
+            command = [sys.executable, "-m", "benchmarks.gpu", *words]
             began = time.perf_counter()
-            root = Path(__file__).parents[2]
-            subprocess.run([sys.executable, "-m", "benchmarks.gpu", *words], check=True, cwd=root, timeout=400)
+            try:
+                subprocess.run(
+                    command, check=True, cwd=Path(__file__).parents[2], timeout=left, stdout=subprocess.DEVNULL
+                )
+            except subprocess.TimeoutExpired:
+                return {"skipped": f"the process took longer than {left:.0f} s"}
+            seconds = time.perf_counter() - began
             line = json.loads(path.read_text(encoding="utf-8"))["parts"]["first-call"][0]
-            return {**line, "process_seconds": time.perf_counter() - began}
+            return {**line, "process_seconds": seconds}
 
-    yield {}, measure
+    for process in (1, 2):
+        yield {"process": process}, measure
 
 
 def _over(seconds: float | None, floor: float) -> Line:
@@ -217,5 +232,6 @@ PARTS: dict[str, tuple[Callable[[Bench], Iterator[Task]], int]] = {
     "draft-length": (draft_length, 20),
     "costs": (costs, 60),
     "pair": (pair, 90),
-    "startup": (startup, 60),
+    "divergence": (divergence, 60),
+    "startup": (startup, 120),
 }

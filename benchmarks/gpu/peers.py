@@ -9,11 +9,11 @@ stays out.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from .shapes import Models, native_assistant
 
@@ -70,14 +70,30 @@ def native_dflash(models: Models, ids: torch.Tensor, steps: int) -> dict[str, fl
 
 
 def continuous(models: Models, ids: torch.Tensor, steps: int) -> dict[str, float]:
-    """`generate_batch`: tokens of all requests over the second half of the time in which they appeared."""
-    outputs = models.target.generate_batch(
-        ids.tolist(), max_new_tokens=steps, record_timestamps=True, progress_bar=False
-    )
-    times = sorted(moment for output in outputs.values() for moment in output.timestamps)
-    late = times[len(times) // 2 :]
-    rate = (len(late) - 1) / (late[-1] - late[0])
-    return {"step_seconds": len(ids) / rate, "tokens_per_second": rate}
+    """
+    `generate_batch`, as it is: tokens of all requests in the time in which all of them were decoded together.
+
+    Raises:
+        RuntimeError: a request failed, or there was no such time.
+    """
+    # its own options, since it writes to them
+    options = GenerationConfig(max_new_tokens=steps, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    outputs = models.target.generate_batch(ids.tolist(), options, record_timestamps=True)
+    return together([output.timestamps for output in outputs.values() if output.error is None], len(ids))
+
+
+def together(times: Sequence[Sequence[float]], rows: int) -> dict[str, float]:
+    """
+    Figures of a step from the moments of each request's tokens: of those behind the first token of the last request to
+    begin, up to the last of the first to end.
+    """
+    if len(times) < rows:
+        raise RuntimeError(f"{rows - len(times)} of {rows} requests did not end as they should; see what was logged")
+    begin, end = max(moments[0] for moments in times), min(moments[-1] for moments in times)
+    tokens = sum(begin < moment <= end for moments in times for moment in moments)
+    if not tokens:
+        raise RuntimeError("some requests had ended before others began: there is no step of all")
+    return _of_rows(rows * (end - begin) / tokens, rows)
 
 
 def _of_rows(seconds: float, rows: int) -> dict[str, float]:
@@ -90,4 +106,4 @@ PEERS: dict[str, Callable[[Models, torch.Tensor, int], dict[str, float]]] = {
     "native DFlash": native_dflash,
     "generate_batch": continuous,
 }
-STEPS = {"generate": 24, "generate, static cache, compiled": 64, "native DFlash": 24, "generate_batch": 24}
+STEPS = {"generate": 24, "generate, static cache, compiled": 64, "native DFlash": 24, "generate_batch": 64}

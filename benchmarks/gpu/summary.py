@@ -85,9 +85,17 @@ def _rest(parts: Mapping[str, Lines]) -> Iterator[tuple[str, str, str]]:
     for line in parts.get("pair", []):
         what = f"the real pair, {line['rows']} rows"
         yield what, f"{line['tokens_per_second']:.0f} tokens/s", f"{line['speed_up']:.2f}x {COMPILED}"
+    for line in parts.get("divergence", []):
+        share = f"{line['divergences']} of {line['prompts']} texts, {line['defects']} of them defects"
+        margins = (
+            f"{line['largest_margin_ulps']:.1f} ulps, {line['largest_margin']:.3g} apart; "
+            f"{line['largest_float32_margin']:.3g} in float32"
+        )
+        yield f"{line['compared']}, parted from {line['against']}", share, margins
     for part in ("first-call", "startup"):
         for line in parts.get(part, []):
-            yield f"{part}: compile and capture", f"{line['startup_seconds']:.1f} s", line.get("engine", "")
+            process = f", process {line['process']}" if "process" in line else ""
+            yield f"{part}{process}: compile and capture", f"{line['startup_seconds']:.1f} s", line.get("engine", "")
 
 
 def _best(parts: Mapping[str, Lines], rows: int, profile: str) -> Mapping[str, Any] | None:

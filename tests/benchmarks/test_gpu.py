@@ -1,18 +1,25 @@
 """The benchmark of the GPU, on the CPU: forced acceptance is what it says, and no part fails for a slip."""
 
+import copy
 import json
+import math
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks.gpu import idle, profiles, report, rounds, shapes
+from benchmarks.gpu import divergence, idle, peers, profiles, report, rounds, shapes
 from benchmarks.gpu.__main__ import main, parser, settings_of
 from benchmarks.gpu.bench import NO_DRAFTS, Bench
 from tests.cli.conftest import pair  # noqa: F401  (a fixture)
 from transformers_dspark import decoding, sampling
 from transformers_dspark.modeling_dspark import DSparkDrafter
+
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +137,7 @@ def test_a_failure_leaves_the_others_their_turn(tmp_path, capsys):
         raise RuntimeError("no memory")
 
     tasks = [({"rows": 1}, broken), ({"rows": 2}, lambda: [{"seconds": 1.0}, {"seconds": 2.0}])]
-    report.Report(path, {}, minutes=1).measure("part", tasks, lambda: recovered.append(1))
+    report.Report(path, {}, math.inf).measure("part", tasks, lambda: recovered.append(1))
     lines = json.loads(path.read_text())["parts"]["part"]
     assert lines == [
         {"rows": 1, "failed": "RuntimeError: no memory"},
@@ -138,16 +145,40 @@ def test_a_failure_leaves_the_others_their_turn(tmp_path, capsys):
         {"rows": 2, "seconds": 2.0},
     ]
     assert recovered == [1]
-    report.Report(path, {}, minutes=1e-9).measure("part", tasks, broken)
+    report.Report(path, {}, time.monotonic()).measure("part", tasks, broken)
     assert all("time" in line["skipped"] for line in json.loads(path.read_text())["parts"]["part"])
     capsys.readouterr()
+
+
+def test_nothing_is_begun_that_would_not_end_in_time(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    tasks = [({"task": n}, lambda: time.sleep(0.2) or {"done": True}) for n in (1, 2)]
+    made = report.Report(path, {}, time.monotonic() + 0.3)
+    made.measure("one", tasks, list)
+    made.measure("other", tasks[:1], list)  # how long it takes is unknown
+    first, second = json.loads(path.read_text())["parts"]["one"]
+    assert first["done"]
+    assert "time" in second["skipped"]
+    capsys.readouterr()
+
+
+def test_steps_that_all_requests_share():
+    begins, step = (0.0, 0.1, 0.2), 0.05
+    times = [[begin + step * k for k in range(20)] for begin in begins]  # together from 0.2 to 0.95
+    found = peers.together(times, 3)
+    assert found["step_seconds"] == pytest.approx(step, rel=0.05)
+    assert found["tokens_per_second"] == pytest.approx(3 / step, rel=0.05)
+    with pytest.raises(RuntimeError, match="1 of 4"):
+        peers.together(times, 4)
+    with pytest.raises(RuntimeError, match="ended before"):
+        peers.together([[0.0, 0.1], [0.5, 0.6]], 2)
 
 
 def test_every_part_on_the_cpu(tmp_path, capsys):
     path = tmp_path / "result.json"
     sizes = {"--rows": "2", "--context": "8", "--peer-rows": "2", "--rounds": "2", "--profiles": "chat"}
     words = ["--shape", "tiny", *(word for option in sizes.items() for word in option)]
-    parts = "verify,round,throughput,peers,host-gap,draft-length,costs,pair"
+    parts = "verify,round,throughput,peers,host-gap,draft-length,costs,pair,divergence"
     assert main([*words, "--parts", parts, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["environment"]["device"]
@@ -174,12 +205,51 @@ def test_the_pair(pair, capsys):  # noqa: F811
         "--pair-prompts",
         pair / "prompts.jsonl",
     ]
-    settings = ["--shape", "tiny", "--rows", "1", "--parts", "pair", "--pair-tokens", "6"]
+    settings = ["--shape", "tiny", "--rows", "2", "--parts", "pair,divergence", "--pair-tokens", "6"]
     assert main([*settings, *map(str, words), "--json", str(pair / "result.json")]) == 0
-    (line,) = json.loads((pair / "result.json").read_text())["parts"]["pair"]
+    parts = json.loads((pair / "result.json").read_text())["parts"]
+    (line,) = parts["pair"]
     assert line["same_texts"] == 1.0  # float32, and the acceptance is its own
     assert line["tokens_per_second"] > 0
     assert not line["simulated_acceptance"]
+    assert [line["compared"] for line in parts["divergence"]] == ["rounds, eager", "generate"]
+    for line in parts["divergence"]:
+        assert (line["prompts"], line["tokens"], line["divergences"]) == (6, 36, 0)
+    assert "0 of 6 texts" in capsys.readouterr().out
+
+
+def test_planted_divergences(models):
+    """A token that is nowhere near the best is a defect; one whose scores are the best's but for rounding is not."""
+    target, prompt = copy.deepcopy(models.target).bfloat16(), torch.tensor([5, 9, 2, 77])
+    plain = target.generate(prompt[None], do_sample=False, max_new_tokens=6)[0, 4:].tolist()
+    same, worse, twin = (list(plain) for _ in range(3))
+    worse[2] = (worse[2] + 1) % target.config.vocab_size
+    twin[3] = 126 if plain[3] != 126 else 125
+    head = target.get_output_embeddings().weight.data
+    head[twin[3]] = head[plain[3]]
+    found = divergence.parted(target, [prompt] * 3, [same, worse, twin], [plain] * 3)
+    assert (found["prompts"], found["divergences"], found["defects"]) == (3, 2, 1)
+    bad, tie = found["found"]
+    assert (bad["row"], bad["position"], bad["token"], bad["verdict"]) == (1, 2, worse[2], "defect")
+    assert bad["apart"] > bad["tolerance"] > 0
+    assert found["largest_margin"] == bad["apart"]
+    assert found["largest_margin_ulps"] > 8
+    assert bad["float32_apart"] == pytest.approx(bad["apart"], rel=0.1)
+    assert (tie["row"], tie["position"], tie["verdict"], tie["apart"]) == (2, 3, "near-tie", 0.0)
+    with pytest.raises(RuntimeError, match="Row 0 has 5 tokens and 6"):
+        divergence.parted(target, [prompt], [plain[:5]], [plain])
+
+
+@pytest.mark.slow
+def test_a_fresh_process(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    words = ["--shape", "tiny", "--context", "8", "--parts", "startup", "--json", str(path)]
+    assert main(words) == 0
+    lines = json.loads(path.read_text())["parts"]["startup"]
+    assert [line["process"] for line in lines] == [1, 2]
+    assert all(line["process_seconds"] > line["first_seconds"] > 0 for line in lines)
+    assert main([*words, "--minutes", "0.02"]) == 0
+    assert all("skipped" in line for line in json.loads(path.read_text())["parts"]["startup"])
 
 
 @pytest.mark.parametrize(
@@ -191,9 +261,11 @@ def test_the_pair(pair, capsys):  # noqa: F811
         "--engine graph --device cpu",
         "--pair-target nowhere",
         "--plot no.json",
+        "--plot benchmarks/results/h200/ragged_attention.json",
     ],
 )
-def test_bad_input(words, capsys):
+def test_bad_input(words, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     try:
         code = main(words.split())
     except SystemExit as stop:
