@@ -5,7 +5,7 @@ round the states. Rejection is forced at every slot of a block in turn.
     python -m tests.recurrent.sweep --json benchmarks/results/recurrent_identity.json [FAMILY ...]
 
 100 prompts of each family alone and 100 in batches of 5; blocks of 1 to 8 take turns, or all serve each prompt
-(`--every-block`). Families that the file already has are left out, so that a run can be continued.
+(`--every-block`). What the file already has is not done again, so that a run can be continued.
 
 States are compared in float32, and for fewer prompts in float64 as well: what is rounding there shrinks by nine
 orders of magnitude, and what is not stays.
@@ -14,6 +14,7 @@ orders of magnitude, and what is not stays.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -147,56 +148,74 @@ def sweep_in_double(kind: str, prompts: dict[int, int]) -> dict:
     with in_double():
         lab = RecurrentLab()
         lab.target(kind).set_experts_implementation("eager")  # grouped products know no float64
-        return sweep(lab, kind, prompts, every_block=False, compared=1)
+        return sweep(lab, kind, prompts)
 
 
-def sweep(lab: RecurrentLab, kind: str, prompts: dict[int, int], every_block: bool, compared: int) -> dict:
+def sweep(
+    lab: RecurrentLab,
+    kind: str,
+    prompts: dict[int, int],
+    every_block: bool = False,
+    compared: int = 1,
+    before: dict | None = None,
+    end: float = float("inf"),
+) -> dict:
     """
     Args:
         prompts (`dict[int, int]`): By rows of a batch, how many prompts.
         every_block (`bool`): Each prompt is served with blocks of 1 to 8, or they take turns.
         compared (`int`): States are compared for every so manieth batch.
+        before (`dict`, *optional*): What an earlier call returned, to go on from.
+        end (`float`): By `time.monotonic()`; no batch but the first begins later.
 
     Returns:
-        `dict`: Counts, and gaps of states: the largest to plain decoding's; the smallest to those of plain decoding
-            one token earlier; the largest of plain decoding to one reading of the same text.
+        `dict`: Counts; slots by block at which drafts were rejected; and gaps of states: the largest to plain
+            decoding's; the smallest to those of plain decoding one token earlier; the largest of plain decoding to one
+            reading of the same text.
     """
     target, largest = lab.target(kind), 8
-    figures = {"calls": 0, "prompts": 0, "other_tokens": 0, "states": 0, "largest_gap": 0.0, "gap_of_plain_forms": 0.0}
-    figures["smallest_gap_of_a_token"] = float("inf")
-    rejected = {block: set() for block in range(1, largest + 1)}
-    for rows, count in prompts.items():
-        for seed in range(count // rows):
-            ids, mask = ragged(rows, seed=seed)
-            greedy = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-            plain = target.generate(ids, attention_mask=mask, **greedy)
-            texts, states = texts_of(plain, mask), None
-            if seed % compared == 0:
-                states = [plain_states(target, text[:-NEW_TOKENS], text) for text in texts]
-                gaps = [
-                    gap_of_forms(target, text[:-1], after[len(text) - 1])
-                    for text, after in zip(texts, states, strict=True)
-                ]
-                figures["gap_of_plain_forms"] = max(figures["gap_of_plain_forms"], *gaps)
-            for block in range(1, largest + 1) if every_block else [1 + seed % largest]:
-                drafter = lab.knowing(texts, block_size=block)
-                drafter.rounds = seed // largest  # begins with another slot
-                watched = Watched(states)
-                config = DSparkGenerationConfig(dspark_loop="batched", return_dict_in_generate=True, **greedy)
-                with watched.watching():
-                    output = target.generate(
-                        ids, attention_mask=mask, assistant_model=drafter, generation_config=config
-                    )
-                watched.reject(output.dspark)
-                figures["calls"] += 1
-                figures["prompts"] += rows
-                figures["other_tokens"] += int((output.sequences != plain).sum())
-                figures["states"] += watched.compared
-                figures["largest_gap"] = max(figures["largest_gap"], watched.gap)
-                figures["smallest_gap_of_a_token"] = min(figures["smallest_gap_of_a_token"], watched.gap_of_a_token)
-                rejected[block] |= watched.rejected
-    every = [block for block, slots in rejected.items() if slots == set(range(block))]
-    return figures | {"blocks_rejected_at_every_slot": every}
+    figures = (
+        copy.deepcopy(before)
+        if before
+        else {
+            **dict.fromkeys(("calls", "prompts", "other_tokens", "states"), 0),
+            **dict.fromkeys(("largest_gap", "gap_of_plain_forms"), 0.0),
+            "smallest_gap_of_a_token": float("inf"),
+            "rejected_slots": {},
+            "batches": {},
+        }
+    )
+    rejected = figures["rejected_slots"]
+    batches = [(rows, seed) for rows, count in prompts.items() for seed in range(count // rows)]
+    for rows, seed in batches:
+        if seed < figures["batches"].get(str(rows), 0) or (figures["calls"] and time.monotonic() > end):
+            continue
+        ids, mask = ragged(rows, seed=seed)
+        greedy = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+        plain = target.generate(ids, attention_mask=mask, **greedy)
+        texts, states = texts_of(plain, mask), None
+        if seed % compared == 0:
+            states = [plain_states(target, text[:-NEW_TOKENS], text) for text in texts]
+            pairs = zip(texts, states, strict=True)
+            gaps = [gap_of_forms(target, text[:-1], after[len(text) - 1]) for text, after in pairs]
+            figures["gap_of_plain_forms"] = max(figures["gap_of_plain_forms"], *gaps)
+        for block in range(1, largest + 1) if every_block else [1 + seed % largest]:
+            drafter = lab.knowing(texts, block_size=block)
+            drafter.rounds = seed // largest  # begins with another slot
+            watched = Watched(states)
+            config = DSparkGenerationConfig(dspark_loop="batched", return_dict_in_generate=True, **greedy)
+            with watched.watching():
+                output = target.generate(ids, attention_mask=mask, assistant_model=drafter, generation_config=config)
+            watched.reject(output.dspark)
+            figures["calls"] += 1
+            figures["prompts"] += rows
+            figures["other_tokens"] += int((output.sequences != plain).sum())
+            figures["states"] += watched.compared
+            figures["largest_gap"] = max(figures["largest_gap"], watched.gap)
+            figures["smallest_gap_of_a_token"] = min(figures["smallest_gap_of_a_token"], watched.gap_of_a_token)
+            rejected[str(block)] = sorted(watched.rejected.union(rejected.get(str(block), [])))
+        figures["batches"][str(rows)] = seed + 1
+    return figures
 
 
 def main() -> None:
@@ -205,19 +224,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=100, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--every-block", action="store_true", help="blocks of 1 to 8 for each prompt: 8 times as long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so many, to be continued")
     args = parser.parse_args()
+    end = time.monotonic() + args.seconds
     results = json.loads(args.json.read_text()) if args.json.exists() else {}
-    lab, command = RecurrentLab(), ["python", "-m", "tests.recurrent.sweep", *sys.argv[1:]]
+    measured = environment(torch.device("cpu"), ["python", "-m", "tests.recurrent.sweep", *sys.argv[1:]])
+    lab, prompts = RecurrentLab(), {1: args.prompts, 5: args.prompts}
     for kind in args.families or RECURRENT:
-        if kind in results:
-            continue
-        began = time.perf_counter()
-        figures = sweep(lab, kind, {1: args.prompts, 5: args.prompts}, args.every_block, compared=5)
-        figures["float64"] = sweep_in_double(kind, {1: 8, 5: 5})
-        # of each family, as a file may hold several runs
-        results[kind] = figures | {"environment": environment(torch.device("cpu"), command)}
-        print(f"{kind}: {figures}, {time.perf_counter() - began:.0f} s", flush=True)
+        if time.monotonic() > end:
+            break
+        found = results.setdefault(kind, {"float64": sweep_in_double(kind, {1: 8, 5: 5}), "float32": None, "runs": []})
+        done = found["float32"]
+        found["float32"] = sweep(lab, kind, prompts, args.every_block, 5, done, end)
+        # a file may hold several runs; where one went on from another, of both
+        if found["float32"] != done and measured not in found["runs"]:
+            found["runs"].append(measured)
         args.json.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{kind}: {found}", flush=True)
 
 
 if __name__ == "__main__":
