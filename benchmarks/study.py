@@ -10,7 +10,9 @@ the arms that learn from other texts have a batch of theirs of the same size. Th
     python -m benchmarks.study --target TARGET --answers answers --asked asked --written written \
         --prompts humaneval.jsonl mt-bench.jsonl --minutes 6 --out study
 
-Run again, it goes on with what is missing: arms with a result are left alone, trained ones are only measured.
+On a GPU, `--jobs 8` spreads the arms over processes that keep step: alone, a process spends most of its time launching
+small kernels. Run again, it goes on with what is missing: arms with a result are left alone, trained ones are only
+measured.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import itertools
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +35,7 @@ from rich.table import Table
 from torch.nn.attention import sdpa_kernel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from benchmarks.together import Company, launch
 from transformers_dspark import DSparkDrafter
 from transformers_dspark.cli import device_of, positive_float, positive_int, seed, target_place, write_json
 from transformers_dspark.environment import environment
@@ -51,6 +55,8 @@ from transformers_dspark.training.trainer import ATTENTION, PARTS
 
 
 WARM = 3  # steps whose time, with what is compiled in them, says nothing about the others
+STRETCH = 5  # steps between two looks at the clock
+LOGITS = 2**32  # bytes of them at one time, and of what the losses make of them
 TEXTS = ("answers", "asked", "written")
 
 
@@ -68,6 +74,11 @@ class Arm:
         head = {"markov_rank": 0} if self.head == "none" else {"markov_rank": rank, "markov_head_type": self.head}
         size = {"block_size": self.block_size, "num_layers": self.num_layers, "draft_vocab_size": draft_vocab_size}
         return DrafterShape(**head, **size)
+
+    @property
+    def cost(self) -> int:
+        """Of a step, roughly and in no unit: what a layer takes to launch, and then for each drafted token."""
+        return (2 + self.num_layers) * (10 + self.block_size)
 
 
 SIZES = (7, 4, 8, 12, 16)
@@ -92,7 +103,14 @@ def main(words: list[str] | None = None) -> int:
     add("--out", type=Path, required=True, metavar="DIR", help="a file for each arm, study.json, pictures, drafters")
     add("--arms", nargs="+", choices=[arm.name for arm in ARMS], metavar="NAME", help="(default: all with a text)")
     add("--steps", type=positive_int, default=100_000, metavar="N", help="at most so many (default: %(default)s)")
-    add("--minutes", type=positive_float, default=6.0, help="at most so long for all training (default: %(default)s)")
+    add("--minutes", type=positive_float, default=6.0, help="until training ends, loading included (default: 6)")
+    add(
+        "--jobs",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="processes that share the arms (default: 1)",
+    )
     add("--tokens-per-batch", type=positive_int, default=16384, metavar="N", help="(default: %(default)s)")
     add("--anchors", type=positive_int, default=32, metavar="N", help="of a text and step (default: %(default)s)")
     add("--max-length", type=positive_int, default=640, metavar="N", help="(default: %(default)s)")
@@ -104,39 +122,83 @@ def main(words: list[str] | None = None) -> int:
     add("--max-new-tokens", type=positive_int, default=96, metavar="N", help="of an answer (default: %(default)s)")
     add("--seed", type=seed, default=0)
     add("--device")
+    add("--member", nargs=4, help=argparse.SUPPRESS)  # of `--jobs`: file, index, count and when the first one began
     args = parser.parse_args(words)
-    args.words = ["python", "-m", "benchmarks.study", *(sys.argv[1:] if words is None else words)]
+    args.words = list(sys.argv[1:] if words is None else words)
     return study(args)
 
 
 def study(args: argparse.Namespace) -> int:
     """Trains what has no drafter yet, measures what has no result yet, shows all of it."""
+    begun = time.perf_counter()
     named = [arm for arm in ARMS if arm.name in args.arms] if args.arms else ARMS
     arms = [arm for arm in named if getattr(args, arm.text)]
     if left_out := [arm.name for arm in named if arm not in arms]:
         print(f"without their texts: {', '.join(left_out)}")
     args.out.mkdir(parents=True, exist_ok=True)
+    waiting = [arm for arm in arms if not (args.out / f"{arm.name}.json").exists()]
+    new = [arm for arm in waiting if not (args.out / "drafters" / arm.name / "training.json").exists()]
+    if args.jobs > 1 and len(waiting) > 1:
+        share_out(args, new, waiting, begun)
+    elif waiting:
+        train_and_measure(args, new, waiting, begun)
+    if args.member is None:
+        report(args, device_of(args.device))
+    return 0
+
+
+def share_out(args: argparse.Namespace, new: list[Arm], waiting: list[Arm], begun: float) -> None:
+    """Has every arm trained and measured by one of several processes, spread over the GPUs that there are."""
+    trained = [arm for arm in waiting if arm not in new]
+    groups = [group for arms in (new, trained) for group in shares(arms, args.jobs) if group]
+    learning, gpus = sum(group[0] in new for group in groups), torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        words = []
+        for index, group in enumerate(groups):
+            own = [*args.words, "--jobs", "1", "--arms", *(arm.name for arm in group)]
+            if gpus and args.device is None:
+                own += ["--device", f"cuda:{index % gpus}"]
+            words.append([*own, "--member", f"{folder}/steps", str(index), str(learning), repr(begun)])
+        launch("benchmarks.study", words)
+
+
+def shares(arms: Sequence[Arm], count: int) -> list[list[Arm]]:
+    """The arms in groups of nearly the same work, part of which is the target's, once for each text."""
+    groups: list[list[Arm]] = [[] for _ in range(count)]
+
+    def work(group: list[Arm]) -> int:
+        return sum(arm.cost for arm in group) + 60 * len({arm.text for arm in group})
+
+    for arm in sorted(arms, key=lambda arm: -arm.cost):
+        min(groups, key=lambda group: work([*group, arm])).append(arm)
+    return groups
+
+
+def train_and_measure(args: argparse.Namespace, new: list[Arm], waiting: list[Arm], begun: float) -> None:
+    """Trains the new arms side by side, then decodes with each that waits for a result."""
+    company = None
+    if args.member is not None:
+        file, index, count, first_begun = args.member
+        company, begun = Company(Path(file), int(index), int(count)), float(first_begun)  # the same clock for all
     device = device_of(args.device)
     prompts = {path.stem: [turns[:1] for turns in read_conversations(path, args.limit)] for path in args.prompts}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval().requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    waiting = [arm for arm in arms if not (args.out / f"{arm.name}.json").exists()]
-    new = [arm for arm in waiting if not (args.out / "drafters" / arm.name / "training.json").exists()]
     if new:
-        train(new, target, args)
+        train(new, target, args, begun, company)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # for the graphs of decoding, in this process and the others
     for arm in waiting:
         folder = args.out / "drafters" / arm.name
         drafter = DSparkDrafter.from_pretrained(folder, dtype=dtype).to(device).eval().bind_target(target)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         results = judge(Pair(target, tokenizer, drafter), prompts, args)
         trained = json.loads((folder / "training.json").read_text())
-        result = {**asdict(arm), **trained, "results": results, "decoding_seconds": time.perf_counter() - begun}
+        result = {**asdict(arm), **trained, "results": results, "decoding_seconds": time.perf_counter() - start}
         write_json(args.out / f"{arm.name}.json", result)
         lengths = ", ".join(f"{r['accepted_length']:.3f} at T={r['temperature']:g}" for r in results)
         print(f"{arm.name}: {lengths} ({result['decoding_seconds']:.0f} s)", flush=True)
-    report(args, device)
-    return 0
 
 
 # ---- training
@@ -160,7 +222,7 @@ class Learner:
         sums = torch.compile(loss_sums, dynamic=True) if target.device.type == "cuda" else loss_sums
         optimizer = MuonWithAdamW(drafter.named_parameters(), args.learning_rate)
         counts = torch.zeros(len(PARTS), device=target.device), torch.zeros((), device=target.device)
-        return cls(arm, drafter, Objective(drafter, sums=sums), optimizer, *counts)
+        return cls(arm, drafter, Objective(drafter, chunk_bytes=LOGITS, sums=sums), optimizer, *counts)
 
     def step(self, batch: dict[str, torch.Tensor], states: Sequence[torch.Tensor], rate: float) -> None:
         """One step on a batch with the target's taps and last hidden states."""
@@ -194,24 +256,34 @@ def batches(sequences: Sequences, args: argparse.Namespace) -> Iterator[dict[str
             number += 1
 
 
-def train(arms: Sequence[Arm], target: PreTrainedModel, args: argparse.Namespace) -> None:
-    """Trains arms side by side and saves their drafters."""
-    begun = time.perf_counter()
+def train(
+    arms: Sequence[Arm], target: PreTrainedModel, args: argparse.Namespace, begun: float, company: Company | None
+) -> None:
+    """Trains arms side by side and saves their drafters; in company all take as many steps."""
     if target.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64  # arms differ in more ways than the default allows for
-    first = load_sequences(args.answers or getattr(args, arms[0].text), args.max_length)
+    basis = next(text for text in TEXTS if getattr(args, text))  # decides for all arms which tokens are drafted
+    first = load_sequences(getattr(args, basis), args.max_length)
     names = [text for text in TEXTS if any(arm.text == text for arm in arms)]
     texts = {
-        name: batches(first if name == "answers" else load_sequences(getattr(args, name), args.max_length), args)
+        name: batches(first if name == basis else load_sequences(getattr(args, name), args.max_length), args)
         for name in names
     }
     learners = [Learner.of(arm, target, first, args) for arm in arms]
     layers = learners[0].drafter.config.target_layer_ids
     deadline, warm, step, tokens = begun + 60 * args.minutes, begun, 0, dict.fromkeys(names, 0)
     print(f"{len(arms)} arms, {args.minutes:g} minutes", flush=True)
+    by_time = 0.0
+
+    def time_used() -> float:
+        return (time.perf_counter() - warm) / max(1e-9, deadline - warm)
+
     while True:
-        now = time.perf_counter()
-        done = max(step / args.steps, (now - warm) / max(1e-9, deadline - warm) if step > WARM else 0.0)
+        if step >= WARM and (step - WARM) % STRETCH == 0:
+            if step == WARM:
+                warm = time.perf_counter()
+            by_time = time_used() if company is None else company.agree(f"step {step}", time_used)
+        done = max(step / args.steps, by_time)
         if done >= 1:
             break
         rate = args.learning_rate * share_of_peak(done, step, 0.04, 0.02)
@@ -229,8 +301,6 @@ def train(arms: Sequence[Arm], target: PreTrainedModel, args: argparse.Namespace
             losses = " ".join(f"{learner.arm.name} {float(learner.parts[1]):.3f}" for learner in learners)
             seconds = time.perf_counter() - begun  # behind the losses, which wait for the device
             print(f"{seconds:6.0f} s  step {step}  l1: {losses}", flush=True)
-        if step == WARM:
-            warm = time.perf_counter()
     seconds = time.perf_counter() - warm
     for learner in learners:
         folder = args.out / "drafters" / learner.arm.name
@@ -248,7 +318,8 @@ def judge(pair: Pair, prompts: dict[str, list[list[str]]], args: argparse.Namesp
     """Decodes all prompts together, greedily and at temperature 1."""
     texts, results = list(itertools.chain(*prompts.values())), []
     for temperature in (0.0, 1.0):
-        calls = converse(pair, texts, args.rows, args.max_new_tokens, temperature, args.seed)
+        form = args.rows, args.max_new_tokens, temperature, args.seed
+        calls = converse(pair, texts, *form, disable_compile=True)  # compiling would take longer than decoding
         stats, first, by_file = GenerationStats.merge(call.stats for call in calls), 0, {}
         for name, own in prompts.items():
             rows = list(itertools.chain(*stats.accepted_lengths[first : first + len(own)]))
@@ -288,9 +359,11 @@ def report(args: argparse.Namespace, device: torch.device) -> None:
     }
     for gamma, (greedy, sampled) in gains.items():
         print(f"Markov over DFlash at {gamma} drafted tokens: {greedy:+.1%} greedy, {sampled:+.1%} at temperature 1")
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("words", "out")}
+    settings = {k: v for k, v in vars(args).items() if k not in ("words", "out", "member")}
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
     settings = {k: [Path(x).name for x in v] if isinstance(v, list) else v for k, v in settings.items()}
-    result = {"environment": environment(device, args.words), "settings": settings, "gains": gains, "arms": found}
+    words = ["python", "-m", "benchmarks.study", *args.words]
+    result = {"environment": environment(device, words), "settings": settings, "gains": gains, "arms": found}
     write_json(args.out / "study.json", result)
     try:
         print("\n".join(map(str, draw(result, args.out, "study"))))

@@ -1,29 +1,22 @@
 """The study at a tiny size: arms that step together, results that stay, and pictures of them."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from benchmarks import study
+from benchmarks.together import Company, launch
 from tests.cli.tokenizer import word_tokenizer
 from transformers_dspark import DSparkDrafter
 from transformers_dspark.training.answers import Answer, AnswerWriter
 
 
-@pytest.fixture(scope="module")
-def study():
-    spec = importlib.util.spec_from_file_location("study", Path(__file__).parents[2] / "benchmarks" / "study.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["study"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["study"]
-
-
-def test_arms_are_trained_alike_and_measured_once(study, walker, answers, tmp_path, capsys):
+@pytest.fixture
+def words(walker, answers, tmp_path) -> list[str]:
+    """What is common to the runs below: a target, two texts of it, two files of prompts."""
     walker.save_pretrained(tmp_path / "target")
     word_tokenizer(64).save_pretrained(tmp_path / "target")
     for name in ("answers", "written"):
@@ -33,12 +26,15 @@ def test_arms_are_trained_alike_and_measured_once(study, walker, answers, tmp_pa
         writer.flush()
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"turns": [f"t0{i} t1{i}"]}) for i in range(3)))
     (tmp_path / "b.jsonl").write_text(json.dumps({"turns": ["t20"]}))
+    common = f"--target {tmp_path}/target --answers {tmp_path}/answers --written {tmp_path}/written --device cpu "
+    common += f"--prompts {tmp_path}/a.jsonl {tmp_path}/b.jsonl "
+    common += "--tokens-per-batch 200 --anchors 3 --max-new-tokens 12 --draft-vocab-size 40 --markov-rank 8"
+    return common.split()
 
+
+def test_arms_are_trained_alike_and_measured_once(words, tmp_path, capsys):
     def run(folder: str, *arms: str) -> dict:
-        words = f"--target {tmp_path}/target --answers {tmp_path}/answers --written {tmp_path}/written --device cpu "
-        words += f"--prompts {tmp_path}/a.jsonl {tmp_path}/b.jsonl --out {tmp_path}/{folder} --steps 5 "
-        words += "--tokens-per-batch 200 --anchors 3 --max-new-tokens 12 --draft-vocab-size 40 --markov-rank 8 --arms"
-        assert study.main([*words.split(), *arms]) == 0
+        assert study.main([*words, "--out", f"{tmp_path}/{folder}", "--steps", "5", "--arms", *arms]) == 0
         return json.loads((tmp_path / folder / "study.json").read_text())
 
     found = run("out", "dflash-4", "markov-4", "markov-7-written", "rnn-7")
@@ -71,3 +67,48 @@ def test_arms_are_trained_alike_and_measured_once(study, walker, answers, tmp_pa
     again = run("out", "dflash-4", "markov-4")
     assert [arm["steps"] for arm in again["arms"]] == [5, 77, 5, 5]
     assert "step" not in capsys.readouterr().out.replace("steps", "")  # nothing was trained
+
+
+def test_processes_take_as_many_steps(words, tmp_path, monkeypatch):
+    """By one clock, though they are not equally quick. Threads stand in for processes, which load for seconds."""
+
+    def threads(module: str, lists: list[list[str]]) -> None:
+        assert module == "benchmarks.study"
+        with ThreadPoolExecutor(len(lists)) as pool:
+            assert list(pool.map(study.main, lists)) == [0] * len(lists)
+
+    monkeypatch.setattr(study, "launch", threads)
+    arms = ["dflash-4", "markov-7-depth-1", "markov-7-written"]
+    rest = ["--out", str(tmp_path / "out"), "--jobs", "2", "--minutes", "0.05", "--arms", *arms]
+    assert study.main([*words, *rest]) == 0
+    found = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert {arm["name"] for arm in found["arms"]} == set(arms)
+    (steps,) = {arm["steps"] for arm in found["arms"]}
+    assert (steps - study.WARM) % study.STRETCH == 0
+    assert found["settings"]["jobs"] == 2
+
+
+def test_all_go_by_the_clock_of_the_first(tmp_path):
+    def member(index: int) -> list[float]:
+        company = Company(tmp_path / "steps", index, 3)
+        return [company.agree(f"step {step}", lambda step=step: 10 * step + index) for step in range(4)]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(member, range(3))) == [[0, 10, 20, 30]] * 3
+
+
+def test_one_that_fails_ends_the_others(tmp_path, capfd):
+    launch("json.tool", [["--help"], ["--help"]])
+    assert capfd.readouterr().out.count("usage") == 2
+    begun = time.perf_counter()
+    with pytest.raises(RuntimeError, match="Process 1 of 2 ended with"):
+        launch("http.server", [["0", "--bind", "127.0.0.1"], ["no port"]])
+    assert time.perf_counter() - begun < 100  # the first would never have ended
+
+
+def test_shares_are_fair():
+    groups = study.shares(study.ARMS, 4)
+    assert sorted(arm.name for group in groups for arm in group) == sorted(arm.name for arm in study.ARMS)
+    work = [sum(arm.cost for arm in group) for group in groups]
+    assert max(work) < 1.3 * min(work)
+    assert [len(group) for group in study.shares(study.ARMS[:2], 3)] == [1, 1, 0]

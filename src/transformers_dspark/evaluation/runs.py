@@ -170,6 +170,7 @@ def converse(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    **options: Any,
 ) -> Iterator[Answers]:
     """
     Answers every turn of every conversation with the drafter, verifying every drafted token; later turns see the
@@ -182,6 +183,7 @@ def converse(
         max_new_tokens (`int`): Of each answer.
         temperature (`float`): 0 is greedy; otherwise the bare distribution at that temperature.
         seed (`int`): The n-th answer draws with seed + n.
+        options: Further options of [`DSparkGenerationConfig`].
     """
     chats: list[list[dict[str, str]]] = [[] for _ in conversations]
     answered = 0
@@ -199,6 +201,7 @@ def converse(
                 verify_mode="static",
                 max_verify_tokens=pair.drafter.config.num_draft_tokens,
                 seed=seed + answered,
+                **options,
             )
             begun = time.perf_counter()
             output = pair.target.generate(**inputs, generation_config=config, assistant_model=pair.drafter)
