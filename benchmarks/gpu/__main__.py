@@ -32,6 +32,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except (UsageError, OSError, ImportError, ValueError) as error:
         print(f"benchmarks.gpu: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("benchmarks.gpu: stopped; the file of --json holds what was measured", file=sys.stderr)
+        return 130
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
