@@ -32,7 +32,7 @@ from .captured_loop import CapturedLoop, CapturedRound
 from .generation_config import DraftingOptions
 from .modeling_dspark import DSparkDrafter
 from .sampling import RowNoise, Verdict, accept, accept_greedy
-from .strict import check_repeats, filled
+from .strict import check_repeats, filled, tokens_of_a_step
 from .target import TargetTaps, few_rows_linears, learned_positions
 from .telemetry import DSparkGenerateOutput, GenerationStats
 from .windows import WINDOW_KEYWORD, VerifyWindow
@@ -372,7 +372,7 @@ class _Batch:
         """
         total = len(ids)
         if strict := self.options.strict_greedy and not window.certain:
-            full = len(self.ends) * (1 + self._gamma)
+            full = tokens_of_a_step(len(self.ends), self._gamma)
             ids, positions, window = filled(ids, full), filled(positions, full), window.filled(full)
         chosen = {} if keep is None or not self._keeps_logits else {"logits_to_keep": keep.to(self.device)}
         with use_ragged_attention(self.target), self.cache.reading(window):

@@ -38,6 +38,14 @@ def check_strict(target: PreTrainedModel, config: GenerationConfig, batched: boo
         )
 
 
+def tokens_of_a_step(rows: int, gamma: int) -> int:
+    """
+    Those of whole windows of so many rows, up to a multiple of eight: vector units take elements in groups, and what
+    is left behind the last group of a tensor may be computed otherwise.
+    """
+    return -(-rows * (1 + gamma) // 8) * 8
+
+
 def filled(packed: torch.Tensor, total: int) -> torch.Tensor:
     """`(n,)` values of tokens, the last one repeated until there are `total`."""
     return torch.cat((packed, packed[-1:].expand(total - len(packed))))
@@ -59,4 +67,4 @@ def check_repeats(logits: torch.Tensor) -> None:
         )
 
 
-__all__ = ["check_repeats", "check_strict", "filled"]
+__all__ = ["check_repeats", "check_strict", "filled", "tokens_of_a_step"]

@@ -102,10 +102,11 @@ def test_an_empty_batch(refused):
     refused(ValueError, "batch is empty", ids=torch.zeros(0, 4, dtype=torch.long))
 
 
+@pytest.mark.parametrize("padded", [0, 1])
 @pytest.mark.parametrize("columns", [5, 12])
-def test_a_mask_that_does_not_fit(refused, columns):
+def test_a_mask_that_does_not_fit(refused, columns, padded):
     ids, mask = ragged(3)[0], torch.ones(3, columns, dtype=torch.long)
-    mask[1, 0] = 0
+    mask[1, :padded] = 0  # one of ones alone is not handed on
     refused(ValueError, f"mask has {columns} columns, the ids 9", ids=ids, attention_mask=mask)
 
 

@@ -76,8 +76,9 @@ class BatchInputs:
         length = getattr(config, MASK_LENGTH, -1) if given is None else -1
         if mask.shape != input_ids.shape or length not in (-1, input_ids.shape[1]):
             raise ValueError(
-                f"The attention mask has {max(length, mask.shape[-1])} columns, the ids {input_ids.shape[1]}: the "
-                "batched loop needs a mask of the whole text, and ids that repeat what a cache holds."
+                f"The attention mask has {length if given is None else mask.shape[-1]} columns, the ids "
+                f"{input_ids.shape[1]}: the batched loop needs a mask of the whole text, and ids that repeat what a "
+                "cache holds."
             )
         real = mask.bool()
         if not bool(real[:, -1].all()):
