@@ -1,6 +1,13 @@
 """
 `python -m benchmarks.training`: a training step at the shape of Qwen3-8B with random weights: peak memory, tokens per
-second, and the share of the machine's own rate of matrix products. One GPU against two, over the same batches:
+second, and the share of the machine's own rate of matrix products, which is measured in the same run. What may be
+quicker, or take less memory:
+
+    python -m benchmarks.training --json one.json                                       # 512 anchors of 4,096 tokens
+    python -m benchmarks.training --rows 2 --compile-target --logits-memory 8
+    python -m benchmarks.training --pure-bf16 --checkpointing
+
+One GPU against two, over the same batches:
 
     python -m benchmarks.training --processes 1 2 --json processes.json                 # and --shard-target
 
@@ -11,7 +18,9 @@ nothing of interest.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -57,6 +66,11 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--pure-bf16", action="store_true", help="weights and optimiser in bfloat16")
     parser.add_argument("--attention", choices=("auto", "flex", "plain"), default="auto")
     parser.add_argument("--compile-target", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true", help="the drafter's layers computed twice, not kept")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument(
+        "--logits-memory", type=float, default=2.0, metavar="GIB", help="for logits at one time (default: 2)"
+    )
     parser.add_argument("--shard-target", action="store_true", help="the target's layers spread over the processes")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches a step (default: 1)")
     parser.add_argument("--processes", type=int, nargs="+", metavar="N", help="run so many at once, one after another")
@@ -117,12 +131,19 @@ def _belongs(words: list[str], place: int, names: tuple[str, ...]) -> bool:
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     """Figures of a run over random tokens; `None` on every process but the first."""
     dtype = torch.float32 if args.tiny else torch.bfloat16
+    begun = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"{time.perf_counter() - begun:6.1f} s  {what}", flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
         arguments = DSparkTrainingArguments(
             folder, per_device_train_batch_size=args.rows, anchors=args.anchors, max_steps=args.steps + 3,
             gradient_accumulation_steps=args.accumulate, bf16=not args.tiny and not args.pure_bf16,
             pure_bf16=args.pure_bf16, block_attention=args.attention, compile_target=args.compile_target,
-            shard_target=args.shard_target, use_cpu=args.tiny, save_strategy="no", disable_tqdm=True,
+            shard_target=args.shard_target, activation_checkpointing=args.checkpointing,
+            drafter_optimizer=args.optimizer, logits_memory=args.logits_memory,
+            use_cpu=args.tiny, save_strategy="no", disable_tqdm=True,
             report_to="none", logging_steps=1000,
         )  # fmt: skip
         device = arguments.device
@@ -134,11 +155,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         ids = [rng.integers(0, vocabulary, args.length, dtype=np.int64) for _ in range(count)]
         answers = Sequences(ids, np.ones(count, dtype=np.int64), np.ones(count, dtype=bool))
         shape = DrafterShape(num_layers=1, markov_rank=8) if args.tiny else DrafterShape()
-        drafter = new_drafter(target, shape, answers, 0)
+        with device:  # where weights are drawn in no time
+            drafter = new_drafter(target, shape, answers, 0)
+        say("target and drafter are there")
         trainer = Timed(drafter, arguments, target=target, train_dataset=AnswerDataset(answers))
         trainer.train()
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         ends = trainer.ends[args.accumulate - 1 :: args.accumulate]
-        seconds = (ends[-1] - ends[2]) / args.steps
+        say(f"{len(ends)} steps, of which the first took {ends[0] - trainer.begun:.1f} s")
+        every = [end - before for before, end in itertools.pairwise(ends[2:])]  # update and all
+        seconds = statistics.median(every)
         tokens = arguments.world_size * args.accumulate * args.rows * args.length
         losses = torch.stack(trainer.losses).view(-1, args.accumulate).sum(dim=1)
         losses = trainer.accelerator.reduce(losses, "mean")  # each counts its share as often as there are processes
@@ -152,11 +178,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
             "processes": arguments.world_size,
             "drafter_parameters": estimate.parameters,
             "seconds_per_step": seconds,
+            "seconds_of_slowest_step": max(every),
             "tokens_per_second": tokens / seconds,
             "flops_per_step": estimate.flops * args.accumulate,
             "matrix_flops_per_second": rate,
             "utilisation": estimate.flops * args.accumulate / seconds / rate,
-            "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+            "peak_gib": peak,
             "estimated_gib": estimate.memory / 2**30,
             "losses": losses.tolist(),
             "settings": {name: value for name, value in vars(args).items() if name not in ("json", "processes")},
@@ -170,6 +197,7 @@ class Timed(DSparkTrainer):
         super().__init__(*args, **kwargs)
         self.ends: list[float] = []
         self.losses: list[torch.Tensor] = []
+        self.begun = time.perf_counter()
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)

@@ -93,8 +93,8 @@ def estimate_training(
     key_value = 2 * hidden * config.num_key_value_heads * config.head_dim
     seen = length // 2 + config.block_size  # keys that a query sees, on average
     attention = 4 * config.num_attention_heads * config.head_dim * seen
-    drafter_flops = 3 * (
-        tokens * 2 * (taps * hidden + config.num_hidden_layers * key_value)
+    drafter_flops = 2 * tokens * 2 * taps * hidden + 3 * (  # the taps are frozen
+        tokens * 2 * config.num_hidden_layers * key_value
         + queries * config.num_hidden_layers * (2 * layer + attention)
     )
     # a layer keeps about ten states and three inner ones of each query, and keys and values of all
