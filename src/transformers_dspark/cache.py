@@ -194,9 +194,10 @@ class RaggedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, as far as they are allocated; they grow with rows and with the capacity."""
+        """Bytes of keys, values and recurrent states, as far as they are allocated."""
         layers = ((layer.keys, layer.values) for layer in self.layers if layer.is_initialized)
-        return sum(keys.nbytes + values.nbytes for keys, values in layers) + self.context.nbytes
+        states = self.recurrent.nbytes if isinstance(self.recurrent, RecurrentRows) else 0
+        return sum(keys.nbytes + values.nbytes for keys, values in layers) + self.context.nbytes + states
 
     def restart(self, rows: int) -> None:
         """Forgets all texts; the first rows, of those that were allocated, are those of new ones."""

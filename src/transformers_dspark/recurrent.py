@@ -116,6 +116,12 @@ class MixerRows:
         self._windowed = windowed(mixer)
         self._window: WindowLayer | None = None  # of a round of fixed shape
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of states and inputs, as far as they are allocated."""
+        inputs = 0 if self._inputs is None else self._inputs.nbytes
+        return inputs + sum(state.nbytes for state in self._states.values())
+
     def copy(self, rows: torch.Tensor, passed: int = 0) -> LinearAttentionLayer:
         """A layer of a cache with copies of the states of `(n,)` rows, `passed` tokens behind the settled ones."""
         layer = LinearAttentionLayer(self._number)
@@ -297,6 +303,11 @@ class RecurrentRows:
         self._one_by_one = read_one_by_one(target)
         self._plan: _Plan | None = None
         self._window: VerifyWindow | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers' states and inputs, as far as they are allocated."""
+        return sum(layer.nbytes for layer in self._layers.values())
 
     @contextmanager
     def stepping(self, window: VerifyWindow) -> Iterator[None]:

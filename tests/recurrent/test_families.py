@@ -50,6 +50,13 @@ def test_greedy(lab, kind):
     assert read_one_by_one(lab.target(kind)) == (kind in ONE_BY_ONE)
 
 
+def test_bytes_of_states_count(lab):
+    _, ours = plain_and_ours(lab, "qwen3.5", 3, 4, return_dict_in_generate=True)
+    cache, state = ours.cache, 4 * 8 * 8 * 4  # of a row and layer: heads, keys, values, float32
+    assert cache.recurrent.nbytes > 2 * 3 * state
+    assert cache.nbytes > cache.recurrent.nbytes + cache.context.nbytes > cache.recurrent.nbytes
+
+
 @pytest.mark.parametrize("kind", ["qwen3.5-multimodal", "lfm2", "zamba2"])
 def test_states_equal_plain_decoding(kind):
     """However far a row has gone, its states are those of plain decoding, one token at a time."""
