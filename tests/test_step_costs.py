@@ -122,7 +122,7 @@ def test_a_step_is_measured_once() -> None:
 
 def test_a_refresh_stays_in_range() -> None:
     table = StepCostTable([StepCost(1, 1, 0, 1e-9), StepCost(1, 9, 0, 1.0)])
-    assert table.refreshed(1, 9, 0, 0.5).steps[0].seconds == 1e-9
+    assert table.refreshed(1, 9, 0, 0.5).predict(1, 1, 0) == 1e-9
 
 
 def test_a_draft_is_measured_once() -> None:
@@ -183,6 +183,26 @@ def test_measured_rounds_refresh_a_table() -> None:
     assert fresh.predict(4, 16, 250) == before
     with pytest.raises(ValueError, match="seconds=0"):
         fresh.refreshed(4, 16, 250, 0)
+
+
+def test_what_a_total_takes_beside_the_others_is_its_own() -> None:
+    """A step of a tile more: what is true of all steps comes first, and what is not settles on the total itself."""
+    steps = [StepCost(rows, rows * width, 0, rows * width) for rows in (8, 64) for width in range(1, 9)]
+    table = StepCostTable(steps)
+    for _ in range(20):
+        table = table.refreshed(64, 512, 0, 512.0)
+    for _ in range(20):
+        table = table.refreshed(64, 384, 0, 1.2 * 384)
+    assert table.predict(64, 384, 0) == pytest.approx(1.2 * 384, rel=0.02)
+    assert table.predict(64, 512, 0) == pytest.approx(512, rel=0.1)
+    for _ in range(30):
+        for width, factor in ((8, 1.0), (6, 1.2), (4, 1.0)):
+            table = table.refreshed(64, 64 * width, 0, factor * 64 * width)
+    found = [table.predict(64, 64 * width, 0) / (64 * width) for width in (8, 7, 6, 5, 4, 3)]
+    assert found == pytest.approx([1.0, 1.0, 1.2, 1.0, 1.0, 1.0], abs=0.06)
+    between = table.refreshed(64, 416, 0, 2 * 416)
+    assert between.predict(64, 416, 0) > table.predict(64, 416, 0)
+    assert between.to_dict() == table.to_dict() == StepCostTable(steps).to_dict()  # what was measured stays
 
 
 def test_measured_drafts_refresh_a_table() -> None:

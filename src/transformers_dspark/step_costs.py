@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import numbers
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -26,9 +27,8 @@ UNSTABLE = 0.2  # relative spread of a cell's samples from which a table says th
 
 LEAST, MOST = 1e-9, 1e9  # seconds; between them no sum, ratio or slope leaves the range of float64
 
-# Shares of a round's surprise that the whole table and the nearest cell take over in `refreshed`.
-TABLE_SHARE, CELL_SHARE = 1 / 16, 1 / 8
-NEGLIGIBLE = 0.02
+SHARE = 1 / 8  # of a surprise that is taken over in `refreshed`; of a total's first ones more
+OF_ALL = 3 / 4  # of that, what is held to be true of all steps
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,46 @@ class DraftCost:
     spread: float = 0.0
 
 
-Cost = TypeVar("Cost", StepCost, DraftCost)
+class Seen(NamedTuple):
+    """By total of a row count, in rising order: logarithm of what differs from the rest, and how often it was seen."""
+
+    tokens: np.ndarray
+    own: np.ndarray
+    times: np.ndarray
+
+
+@dataclass(frozen=True)
+class Drift:
+    """
+    Logarithm of what steps take by now over what was measured: of all steps, and of single totals beside that.
+
+    Args:
+        whole (`float`): Of all steps.
+        seen (`Mapping[int, Seen]`): By measured row count.
+    """
+
+    whole: float = 0.0
+    seen: Mapping[int, Seen] = field(default_factory=dict)
+
+    def at(self, rows: int, tokens: Any) -> Any:
+        """Of steps of a measured row count over one or many totals; linear between those that are known."""
+        return self.whole + (np.interp(tokens, *self.seen[rows][:2]) if rows in self.seen else 0.0)
+
+    def after(self, rows: int, tokens: float, surprise: float, measured: np.ndarray) -> Drift:
+        """
+        This one after a step that was a surprise; `measured` are the totals that the table holds. Most of it is held
+        to be true of all steps, but hardly of those that were seen to be otherwise.
+        """
+        zeros = np.zeros(len(measured))
+        seen = self.seen.get(rows, Seen(measured, zeros, zeros))
+        xs, own, times = np.array(seen.tokens), np.array(seen.own), np.array(seen.times)
+        place = int(xs.searchsorted(tokens))
+        if place == len(xs) or xs[place] != tokens:
+            own = np.insert(own, place, np.interp(tokens, xs, own))
+            xs, times = np.insert(xs, place, tokens), np.insert(times, place, 0.0)
+        share = max(SHARE, 1 / (4 + times[place])) * surprise
+        shift = np.where(xs == tokens, share * (1 - OF_ALL), -share * OF_ALL * OF_ALL * times / (times + 2))
+        return Drift(self.whole + share * OF_ALL, {**self.seen, rows: Seen(xs, own + shift, times + (xs == tokens))})
 
 
 @dataclass(frozen=True)
@@ -86,6 +125,9 @@ class StepCostTable:
             not known.
         measured (`Mapping[str, Any]`): When, on which machine and with which versions.
 
+    Attributes:
+        drift (`Drift`): What [`~StepCostTable.refreshed`] has learned since. It is part of no file.
+
     Raises:
         ValueError: no steps, two measurements of the same, counts below 1, or seconds of no step that there can be.
     """
@@ -95,6 +137,7 @@ class StepCostTable:
     staircase: bool = False
     target: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict)
+    drift: Drift = field(default=Drift(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.steps:
@@ -128,7 +171,10 @@ class StepCostTable:
         low, high, weight = _bracket(self._contexts, context, beyond=True)
         seconds = self._sheets[low].read(rows, total)
         if high != low:  # a longer context is never cheaper; noise may say otherwise
-            seconds = seconds + weight * np.maximum(self._sheets[high].read(rows, total) - seconds, 0.0)
+            longer = self._sheets[high].read(rows, total)
+            seconds = seconds + weight * np.maximum(longer - seconds, 0.0)
+        seconds = seconds * np.exp(self.drift.at(self._nearest(rows), total))
+        seconds = np.minimum(np.maximum(seconds, LEAST), MOST)
         return float(seconds) if np.ndim(tokens) == 0 else seconds
 
     def curve(self, rows: int, drafts: int, context: float) -> np.ndarray:
@@ -217,31 +263,31 @@ class StepCostTable:
         """
         This table after one more measured step.
 
-        Machines are shared, and what was measured once drifts. The whole table moves a little towards the new
-        measurement and the nearest measured point a little more; no single measurement counts for more than a factor
-        of two, and one within 2 % of what was expected changes nothing. Fast enough to be called every round.
+        Machines are shared, and what was measured once drifts: of what differs from expectation, the whole table takes
+        over a share and the very total a smaller one, which adds up over the rounds that send as much. No single
+        measurement counts for more than a factor of two. The measured points themselves stay as they are. It costs
+        little enough to be called every round.
 
         Args:
             rows, tokens, context: Of the step, as for [`~StepCostTable.predict`].
             seconds (`float`): What it took, above 0.
         """
         surprise = _surprise(seconds, self.predict(rows, tokens, context))
-        if abs(surprise) < NEGLIGIBLE:
-            return self
-        point = np.log([rows, float(self._computed(tokens)), context + 1])
-        distances = ((self._points - point) ** 2).sum(axis=1)
-        shares = np.full(len(self.steps), TABLE_SHARE)
-        shares[int(distances.argmin())] += CELL_SHARE
-        factors = np.exp(surprise * shares)
-        steps = tuple(_slower(cost, float(factor)) for cost, factor in zip(self.steps, factors, strict=True))
-        return replace(self, steps=steps)
+        nearest, total = self._nearest(rows), float(self._computed(tokens))
+        return self._with(drift=self.drift.after(nearest, total, surprise, self._totals[nearest]))
 
     def refreshed_draft(self, rows: int, seconds: float) -> StepCostTable:
         """This table after one more measured draft for `rows` rows; the first one is taken as it is."""
         if not self.drafts:
-            return replace(self, drafts=(DraftCost(rows, seconds),))
-        factor = math.exp(_surprise(seconds, self.draft_curve(rows)[-1]) * CELL_SHARE)
-        return replace(self, drafts=tuple(_slower(cost, factor) for cost in self.drafts))
+            return self._with(drafts=(DraftCost(rows, seconds),))
+        factor = math.exp(_surprise(seconds, self.draft_curve(rows)[-1]) * SHARE)
+        return self._with(drafts=tuple(_slower(cost, factor) for cost in self.drafts))
+
+    def _with(self, **fields: Any) -> StepCostTable:
+        """A copy with other values in some fields. What was derived of the steps stays, since they do."""
+        changed = copy.copy(self)
+        vars(changed).update(fields)
+        return changed
 
     def check_target(self, target: PreTrainedModel) -> None:
         """
@@ -341,8 +387,16 @@ class StepCostTable:
         return np.array(sorted({cost.tokens for cost in self.steps}), dtype=np.float64)
 
     @cached_property
-    def _points(self) -> np.ndarray:
-        return np.log([[cost.rows, cost.tokens, cost.context + 1] for cost in self.steps])
+    def _totals(self) -> dict[int, np.ndarray]:
+        """Measured totals by row count."""
+        found: dict[int, set[int]] = {}
+        for cost in self.steps:
+            found.setdefault(cost.rows, set()).add(cost.tokens)
+        return {rows: np.array(sorted(totals), dtype=np.float64) for rows, totals in found.items()}
+
+    def _nearest(self, rows: int) -> int:
+        """The measured row count that is nearest in proportion."""
+        return min(self._totals, key=lambda measured: max(rows / measured, measured / rows))
 
 
 class _Sheet:
@@ -386,7 +440,7 @@ class _Sheet:
 def _read(xs: np.ndarray, ys: Any, x: np.ndarray) -> np.ndarray:
     """Linear interpolation; the first value below the points, and the last slope, if it rises, beyond them."""
     read = np.interp(x, xs, ys)
-    if len(xs) > 1:
+    if len(xs) > 1 and np.max(x) > xs[-1]:
         read = read + max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])) * np.maximum(x - xs[-1], 0.0)
     return read
 
@@ -400,7 +454,7 @@ def _bracket(points: np.ndarray, x: float, beyond: bool) -> tuple[int, int, floa
     return high - 1, high, weight if beyond else min(weight, 1.0)
 
 
-def _slower(cost: Cost, factor: float) -> Cost:
+def _slower(cost: DraftCost, factor: float) -> DraftCost:
     return replace(cost, seconds=min(max(cost.seconds * factor, LEAST), MOST))
 
 
