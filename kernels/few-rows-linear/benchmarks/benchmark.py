@@ -150,7 +150,10 @@ def sweep(shape, deadline, tried):
     weights = copies_of(*shape)
     states = {tokens: normal(tokens, shape[1]) for tokens in SWEPT}
     pairs = []
-    for group in [[[tiling] for tiling in tilings_for(weights[0])], *candidates(*shape)]:
+    for group in [
+        [[tiling] for tiling in tilings_for(*weights[0].shape, weights[0].element_size())],
+        *candidates(*shape),
+    ]:
         if time.monotonic() > deadline:
             break
         best = []
@@ -178,7 +181,7 @@ def sweep(shape, deadline, tried):
 def measure(shape, peak, tuned):
     """The rows of a shape's results."""
     weights = copies_of(*shape)
-    pair = tuned.get(shape) or tilings_for(weights[0])
+    pair = tuned.get(shape) or tilings_for(*weights[0].shape, weights[0].element_size())
     checked = check(weights[0], pair)
     errors = f"error {checked['max_error']:.2e}, cuBLAS {checked['cublas_max_error']:.2e}"
     steady = "steady" if checked["token_bits_steady"] else "NOT those of fewer tokens"

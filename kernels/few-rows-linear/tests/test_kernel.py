@@ -47,13 +47,38 @@ def test_any_tiling(constants):
     torch.testing.assert_close(made, few_rows_linear_reference(states, weight), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("features", "size"), [(70, 1024), (9, 20), (64, 1)])
+@pytest.mark.parametrize(("features", "size"), [(70, 1024), (9, 20), (64, 1), (200, 8)])
 def test_the_constants_of_the_rule(features, size):
     from few_rows_linear import few_rows_linear
 
     states, weight = normal(2, 3, size), normal(features, size)
     made = few_rows_linear(states, weight)
     torch.testing.assert_close(made, few_rows_linear_reference(states, weight), rtol=2e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("features", [(33, 1, 64), (32, 32), (5,) * 16])
+def test_weights_that_share_a_launch(features, splits):
+    from few_rows_linear import Tiling, few_rows_linears
+
+    tiling = Tiling(splits, 32, 32, 4, 64)
+    states, weights = normal(2, 3, 95), [normal(rows, 95) + i for i, rows in enumerate(features)]
+    biases = [normal(rows) - i for i, rows in enumerate(features)]
+    for given in (None, biases):
+        made = few_rows_linears(states, weights, given, (tiling, tiling))
+        for part, weight, bias in zip(made, weights, given or [None] * len(weights)):
+            assert torch.equal(part, run(states, weight, bias, splits=splits))
+
+
+@pytest.mark.parametrize("strides", [True, False])
+def test_weights_that_cannot_share_a_launch(strides):
+    from few_rows_linear import few_rows_linears
+
+    wrong = [normal(8, 8), normal(8, 8).t()] if strides else [normal(8, 8)] * 17
+    with pytest.raises(ValueError, match=f"{len(wrong)} weights"):
+        few_rows_linears(normal(3, 8), wrong)
+    with pytest.raises(ValueError, match="one of each"):
+        few_rows_linears(normal(3, 8), [normal(8, 8)] * 2, [normal(8)])
 
 
 def test_strides_are_followed():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from few_rows_linear import few_rows_linear_op
+from few_rows_linear import few_rows_linear_op, few_rows_linears_op
 from torch import library
 
 
@@ -22,8 +22,23 @@ def test_any_number_of_tokens(shape):
     torch.testing.assert_close(torch.ops.transformers_dspark.few_rows_linear(states, weight), F.linear(states, weight))
 
 
-def test_the_operator_is_well_registered():
+@pytest.mark.parametrize("shape", [(3, 20), (2, 50, 20), (0, 20), (20,)])
+def test_several_weights(shape):
+    states, weights, biases = (
+        normal(*shape),
+        [normal(7, 20), normal(1, 20), normal(33, 20)],
+        [normal(7), normal(1), normal(33)],
+    )
+    for given in ([], biases):
+        parts = few_rows_linears_op(states, weights, given)
+        for index, (part, weight) in enumerate(zip(parts, weights)):
+            expected = F.linear(states, weight, given[index] if given else None)
+            torch.testing.assert_close(part, expected)
+
+
+def test_the_operators_are_well_registered():
     library.opcheck(few_rows_linear_op, (normal(2, 3, 20), normal(7, 20), normal(7)))
+    library.opcheck(few_rows_linears_op, (normal(2, 3, 20), [normal(7, 20), normal(5, 20)], [normal(7), normal(5)]))
 
 
 def test_a_compiled_model_has_no_guard_on_the_number_of_tokens():

@@ -1,4 +1,4 @@
-"""A linear layer for few tokens, where reading the weight is the whole cost."""
+"""Linear layers for few tokens, where reading the weights is the whole cost."""
 
 from typing import Any
 
@@ -7,22 +7,25 @@ from .reference import few_rows_linear_reference
 
 def __getattr__(name: str) -> Any:
     # the reference runs where there is no Triton
-    if name in ("MAX_TOKENS", "Tiling", "default_tilings", "few_rows_linear"):
+    if name in ("MAX_TOKENS", "MAX_WEIGHTS", "Tiling", "default_tilings", "few_rows_linear", "few_rows_linears"):
         from . import kernel
 
         return getattr(kernel, name)
-    if name == "few_rows_linear_op":  # registered when first asked for
-        from .op import few_rows_linear_op
+    if name in ("few_rows_linear_op", "few_rows_linears_op"):  # registered when first asked for
+        from . import op
 
-        return few_rows_linear_op
+        return getattr(op, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "MAX_TOKENS",
+    "MAX_WEIGHTS",
     "Tiling",
     "default_tilings",
     "few_rows_linear",
     "few_rows_linear_op",
     "few_rows_linear_reference",
+    "few_rows_linears",
+    "few_rows_linears_op",
 ]

@@ -1,6 +1,6 @@
 """The plain PyTorch twin of the kernel for few tokens: what every other implementation is measured against."""
 
-from typing import Optional
+from typing import Optional, Sequence
 
 import torch
 
@@ -24,21 +24,29 @@ def few_rows_linear_reference(
 
     Source: `torch.nn.functional.linear`.
     """
-    check(states, weight, bias)
+    check_all(states, [weight], None if bias is None else [bias])
     wide = torch.promote_types(states.dtype, torch.float32)
     product = states.to(wide) @ weight.to(wide).t()
     return (product if bias is None else product + bias.to(wide)).to(states.dtype)
 
 
-def check(states: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:
+def check_all(states: torch.Tensor, weights: Sequence[torch.Tensor], biases: Optional[Sequence[torch.Tensor]]) -> None:
     """Raises a `ValueError` where shapes or dtypes do not belong together."""
-    if weight.ndim != 2 or states.shape[-1:] != weight.shape[1:]:
+    if not weights or (biases is not None and len(biases) != len(weights)):
         raise ValueError(
-            f"states of shape {tuple(states.shape)} and a weight of shape {tuple(weight.shape)} do not fit: pass "
-            "(..., size) and (features, size)."
+            f"{len(weights)} weights and {len(biases or ())} biases: pass one of each, or no bias at all."
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; beside this weight it must be ({weight.shape[0]},).")
-    dtypes = [tensor.dtype for tensor in (states, weight, bias) if tensor is not None]
+    for weight in weights:
+        if weight.ndim != 2 or states.shape[-1:] != weight.shape[1:]:
+            raise ValueError(
+                f"states of shape {tuple(states.shape)} and a weight of shape {tuple(weight.shape)} do not fit: pass "
+                "(..., size) and (features, size)."
+            )
+    for weight, bias in zip(weights, biases or ()):
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}; beside this weight it must be ({weight.shape[0]},)."
+            )
+    dtypes = [tensor.dtype for tensor in (states, *weights, *(biases or ()))]
     if len(set(dtypes)) > 1 or not states.is_floating_point():
         raise ValueError(f"dtypes are {dtypes}: states, weight and bias must share one float dtype.")
