@@ -36,22 +36,6 @@ CAPACITY_STEP = 256  # texts of nearly the same length share their graphs
 GROWTH_SHARE = 0.5  # of free memory, for caches beyond what the call in hand needs
 
 
-def tiers(rows: int, width: int) -> list[int]:
-    """
-    Totals of packed tokens that rounds are captured for: from the anchors alone to whole windows of all rows, in steps
-    of about an eighth.
-
-    Args:
-        rows (`int`): Rows of the round.
-        width (`int`): Drafted tokens of a block.
-    """
-    found, most = [rows], rows * (width + 1)
-    while found[-1] < most:
-        step = max(1, 1 << max(0, found[-1].bit_length() - 3))
-        found.append(min(most, (found[-1] // step + 1) * step))
-    return found
-
-
 class Report(NamedTuple):
     """
     A [`RoundResult`] in as few tensors as can be, for its way to the host.
@@ -313,4 +297,4 @@ def _addresses(*models: torch.nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-__all__ = ["CaptureError", "CapturedRounds", "Needs", "reason_against", "tiers"]
+__all__ = ["CaptureError", "CapturedRounds", "Needs", "reason_against"]

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .batch.captured_schedule import CapturedSchedule
 from .batch.processors import RowProcessors
-from .batch.schedule import RoundSchedule
-from .captured import CapturedRounds, CaptureError, tiers
+from .captured import CapturedRounds, CaptureError
 from .sampling import RowNoise
 
 
@@ -32,10 +32,9 @@ class CapturedRound(NamedTuple):
         rows (`list[int]`): The rows.
         tokens (`list[list[int]]`): Committed.
         accepted, sent (`list[int]`): Drafts among them; drafts that the target checked.
-        drafted (`list[bool]`): Whether the row drafted.
         failed (`list[bool]`): The target's scores left no token to choose.
         confidence (`torch.FloatTensor` of shape `(rows, width)`, *optional*): Of the drafts.
-        total (`int`): Tokens of the step.
+        size, total (`int`): Rows of the round, ended ones included; tokens of the step.
         context (`float`): Entries of a row in the cache before it, on average, as far as the host knew.
         seconds (`float`): From the end of the round before, or from its own begin after a pause.
     """
@@ -44,9 +43,9 @@ class CapturedRound(NamedTuple):
     tokens: list[list[int]]
     accepted: list[int]
     sent: list[int]
-    drafted: list[bool]
     failed: list[bool]
     confidence: torch.Tensor | None
+    size: int
     total: int
     context: float
     seconds: float
@@ -62,7 +61,7 @@ class CapturedLoop:
         text (`torch.LongTensor` of shape `(all rows, length)`): Their texts, by row.
         ends, shifts (`Sequence[int]`): By row: tokens of each text; what a position is ahead of the entries before it.
         processors (`RowProcessors`), eos_ids (`Collection[int]`): Of the call.
-        schedule (`RoundSchedule`): Of the call.
+        schedule (`CapturedSchedule`): Of the call.
         noise (`RowNoise`, *optional*): When sampling.
         width (`int`): Most drafted tokens of a block.
         vocabulary (`int`): Of the target's logits.
@@ -78,7 +77,7 @@ class CapturedLoop:
         shifts: Sequence[int],
         processors: RowProcessors,
         eos_ids: Collection[int],
-        schedule: RoundSchedule,
+        schedule: CapturedSchedule,
         noise: RowNoise | None,
         *,
         width: int,
@@ -103,12 +102,11 @@ class CapturedLoop:
         state.limit.fill_(limit)
         state.live.fill_(False)
         state.live[:count] = True
-        self._widths: list[int] = []
+        state.widths.fill_(width)
         self._bank: torch.Tensor | None = None  # [rounds, places, numbers]
         self._played = 0
         self._under_way: _UnderWay | None = None
         self._clock = _Clock(self._device)
-        schedule.read_late()
 
     def step(self) -> CapturedRound | None:
         """
@@ -157,22 +155,13 @@ class CapturedLoop:
         return self._places
 
     def _play(self, live: int) -> _UnderWay:
-        size, state = self._size, self._state
+        size = self._size
         rows = self._places[:size]
-        alive = [row for row in rows if row not in self._gone]
         lengths = self._rounds.cache.lengths
         context = sum(lengths[place] for place, row in enumerate(rows) if row not in self._gone) / live
         # how much room is left in a text the device knows itself, and earlier
-        widths = dict(zip(alive, self._schedule.widths(alive, [self._width] * live, context), strict=True))
-        drafting = any(widths.values())
-        chosen = self._schedule.drafts(list(widths.values())) if drafting else 0
-        wanted = size * (self._width + 1) if chosen is None else live + chosen
-        total = next(tier for tier in tiers(size, self._width) if tier >= wanted)
-        # those that the schedule leaves out draft nothing
-        asked = [self._width if widths.get(row, 1) else 0 for row in rows]
-        if asked != self._widths:
-            state.widths[:size].copy_(torch.tensor(asked), non_blocking=True)
-            self._widths = asked
+        chosen = self._schedule.total(live, size, context)
+        drafting, total = chosen is not None, chosen or size
         self._draw(size)
         known = self._rounds.count
         graph = self._rounds.graph(
@@ -191,8 +180,7 @@ class CapturedLoop:
         numbers, confidence = _on_the_way(report.numbers), report.confidence
         if confidence is not None:
             confidence = _on_the_way(confidence)
-        drafted = [drafting and row in widths and widths[row] > 0 for row in rows]
-        return _UnderWay(rows, drafted, numbers, confidence, total, context, self._clock.stop())
+        return _UnderWay(rows, numbers, confidence, total, context, self._clock.stop())
 
     def _compact(self, live: int) -> None:
         """Brings live rows to the front, so that smaller rounds will do. Nothing may be under way."""
@@ -210,7 +198,6 @@ class CapturedLoop:
             if self._bank is not None:
                 self._bank[:, pair] = self._bank[:, turned]
         self._size = 1 << (live - 1).bit_length()
-        self._widths = []
 
     def _draw(self, size: int) -> None:
         if self._noise is None:
@@ -227,7 +214,8 @@ class CapturedLoop:
         seconds = self._clock.seconds(before.span)  # waits until the round has been played
         *tokens, kept, accepted, sent, failed = before.numbers.T.tolist()
         texts = list(zip(*tokens, strict=True))
-        found = CapturedRound([], [], [], [], [], [], None, before.total, before.context, seconds)
+        size = len(before.rows)
+        found = CapturedRound([], [], [], [], [], None, size, before.total, before.context, seconds)
         places = []
         for place, row in enumerate(before.rows):
             if row in self._gone or not (kept[place] or failed[place]):
@@ -238,7 +226,6 @@ class CapturedLoop:
             found.tokens.append(new)
             found.accepted.append(accepted[place])
             found.sent.append(sent[place])
-            found.drafted.append(before.drafted[place])
             found.failed.append(bool(failed[place]))
             places.append(place)
             self._ends[row] += len(new)
@@ -253,7 +240,6 @@ class _UnderWay:
     """A round that has been sent off: its rows, where its report arrives, its size, and marks around it."""
 
     rows: list[int]
-    drafted: list[bool]
     numbers: torch.Tensor
     confidence: torch.Tensor | None
     total: int

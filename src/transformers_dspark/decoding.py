@@ -285,7 +285,7 @@ class _Batch:
                 self.inputs.shifts,
                 self._processors,
                 self._eos_ids,
-                self._schedule,
+                self._schedule.captured,
                 self._noise,
                 width=self.options.width,
                 vocabulary=self._vocabulary,
@@ -314,9 +314,8 @@ class _Batch:
             if self._stopping.done(row):
                 loop.end(row)
                 self.live -= 1
-        self._schedule.remember(done.rows, done.confidence)
-        figures = done.drafted, done.sent, done.accepted, done.total, done.context, (None, done.seconds)
-        self._schedule.record(done.rows, *figures)
+        cost = done.size, done.total, done.context, done.seconds
+        self._schedule.captured.record(*cost, done.sent, done.accepted, done.confidence)
         self._count(done.rows, done.sent, done.accepted, done.tokens, (0.0, done.seconds))
         if self.config.return_dict_in_generate and done.confidence is not None:
             for row, count, values in zip(done.rows, done.sent, done.confidence.tolist(), strict=True):

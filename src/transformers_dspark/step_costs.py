@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
 
+from .drift import SHARE, Drift
 from .environment import environment
 from .modeling_dspark import DSparkDrafter
 from .profiling import time_drafts, time_steps
@@ -26,9 +27,6 @@ FORMAT = "dspark-step-costs"
 UNSTABLE = 0.2  # relative spread of a cell's samples from which a table says that it is not to be trusted
 
 LEAST, MOST = 1e-9, 1e9  # seconds; between them no sum, ratio or slope leaves the range of float64
-
-SHARE = 1 / 8  # of a surprise that is taken over in `refreshed`; of a total's first ones more
-OF_ALL = 3 / 4  # of that, what is held to be true of all steps
 
 
 @dataclass(frozen=True)
@@ -65,48 +63,6 @@ class DraftCost:
     rows: int
     seconds: float
     spread: float = 0.0
-
-
-class Seen(NamedTuple):
-    """By total of a row count, in rising order: logarithm of what differs from the rest, and how often it was seen."""
-
-    tokens: np.ndarray
-    own: np.ndarray
-    times: np.ndarray
-
-
-@dataclass(frozen=True)
-class Drift:
-    """
-    Logarithm of what steps take by now over what was measured: of all steps, and of single totals beside that.
-
-    Args:
-        whole (`float`): Of all steps.
-        seen (`Mapping[int, Seen]`): By measured row count.
-    """
-
-    whole: float = 0.0
-    seen: Mapping[int, Seen] = field(default_factory=dict)
-
-    def at(self, rows: int, tokens: Any) -> Any:
-        """Of steps of a measured row count over one or many totals; linear between those that are known."""
-        return self.whole + (np.interp(tokens, *self.seen[rows][:2]) if rows in self.seen else 0.0)
-
-    def after(self, rows: int, tokens: float, surprise: float, measured: np.ndarray) -> Drift:
-        """
-        This one after a step that was a surprise; `measured` are the totals that the table holds. Most of it is held
-        to be true of all steps, but hardly of those that were seen to be otherwise.
-        """
-        zeros = np.zeros(len(measured))
-        seen = self.seen.get(rows, Seen(measured, zeros, zeros))
-        xs, own, times = np.array(seen.tokens), np.array(seen.own), np.array(seen.times)
-        place = int(xs.searchsorted(tokens))
-        if place == len(xs) or xs[place] != tokens:
-            own = np.insert(own, place, np.interp(tokens, xs, own))
-            xs, times = np.insert(xs, place, tokens), np.insert(times, place, 0.0)
-        share = max(SHARE, 1 / (4 + times[place])) * surprise
-        shift = np.where(xs == tokens, share * (1 - OF_ALL), -share * OF_ALL * OF_ALL * times / (times + 2))
-        return Drift(self.whole + share * OF_ALL, {**self.seen, rows: Seen(xs, own + shift, times + (xs == tokens))})
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from transformers.generation import EosTokenCriteria
 
 from transformers_dspark import DSparkGenerationConfig, captured, captured_loop, decoding, ragged_ops
 from transformers_dspark.cache import RaggedLayer
-from transformers_dspark.captured import tiers
 from transformers_dspark.graphs import Graph
 from transformers_dspark.quicker import COMPILED
+from transformers_dspark.round_size import tiers
 
 from .conftest import ragged, texts_of
 from .test_modes import unsure

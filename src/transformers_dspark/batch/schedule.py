@@ -14,6 +14,7 @@ from ..generation_config import DraftingOptions
 from ..modeling_dspark import DSparkDrafter
 from ..scheduling import DraftGate, budget, causal_lengths, survival, threshold_caps, top_k_lengths
 from ..step_costs import StepCostTable
+from .captured_schedule import CapturedSchedule
 
 
 LAG = 2  # rounds between the confidences that choose a budget and the round that spends it
@@ -21,8 +22,8 @@ LAG = 2  # rounds between the confidences that choose a budget and the round tha
 
 class RoundSchedule:
     """
-    The schedule of one call. Without a table of step costs every row drafts in every round, and what is drafted is
-    verified.
+    The schedule of one call; that of its captured rounds is `captured`. Without a table of step costs every row drafts
+    in every round, and what is drafted is verified.
 
     Args:
         options (`DraftingOptions`): Of the call.
@@ -43,6 +44,7 @@ class RoundSchedule:
         # confidences of the rounds before, the oldest first; NaN where a row has none
         self._history = [torch.full((rows, self._gamma), float("nan")) for _ in range(LAG)]
         self._rows = rows
+        self.captured = CapturedSchedule(self.table, options.width, options.verify_mode != "static")
         self._budget = 0  # tokens admitted over all rows in this round, by the lagged scheduler
 
     def widths(self, rows: list[int], caps: list[int], context: float) -> list[int]:
@@ -97,14 +99,6 @@ class RoundSchedule:
             return causal_lengths(now, cost, caps).tolist()
         return top_k_lengths(now, self._budget, caps).tolist()
 
-    def read_late(self) -> None:
-        """From now on a round is chosen before the one in front of it is remembered."""
-        self._history = self._history[1:]
-
-    def drafts(self, widths: list[int]) -> int | None:
-        """Drafts of all rows that are to be verified, once `widths` are known; `None` if all of them are."""
-        return None if self.table is None or self._options.verify_mode == "static" else min(self._budget, sum(widths))
-
     def remember(self, rows: list[int], confidence: torch.Tensor | None) -> None:
         """Keeps `(live, width)` confidences of a round for those to come."""
         latest = torch.full_like(self._history[0], float("nan"))
@@ -122,7 +116,7 @@ class RoundSchedule:
         accepted: list[int],
         tokens: int,
         context: float,
-        seconds: tuple[float | None, float],
+        seconds: tuple[float, float],
     ) -> None:
         """
         Learns from a round that is over.
@@ -132,8 +126,7 @@ class RoundSchedule:
             tokens (`int`): Sent to the target; in cap-accept more than what was admitted, which must not move the
                 gate: it would decide otherwise than in compact.
             context (`float`): As for [`~RoundSchedule.widths`].
-            seconds (`tuple[float | None, float]`): Of drafting, and of the target's step with all that belongs to it;
-                or `None` and those of the whole round.
+            seconds (`tuple[float, float]`): Of drafting, and of the target's step with all that belongs to it.
         """
         if self._gate is None or self.table is None:
             return
@@ -142,15 +135,14 @@ class RoundSchedule:
         self._gate.record(full[0].astype(bool), full[1], full[2])
         draft, step = seconds
         if any(drafted):
-            if draft is None:
-                step = max(step - float(self.table.draft_curve(len(rows))[-1]), 1e-9)
-            else:
-                self.table = self.table.refreshed_draft(sum(drafted), draft)
+            self.table = self.table.refreshed_draft(sum(drafted), draft)
         self.table = self.table.refreshed(len(rows), tokens, context, step)
 
     def figures(self) -> dict[str, int] | None:
         """How often rows and rounds went without drafts, if a table decided about it."""
-        return None if self._gate is None else self._gate.to_dict()
+        if self._gate is None:
+            return None
+        return {name: count + self.captured.figures[name] for name, count in self._gate.to_dict().items()}
 
 
 def _table(given: str | os.PathLike[str] | Mapping[str, Any] | StepCostTable | None) -> StepCostTable | None:
