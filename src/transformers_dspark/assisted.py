@@ -124,9 +124,11 @@ def assisted_decoding(
 
     Raises:
         NotImplementedError: a cache that cannot be rolled back.
-        ValueError: several prompts, or inputs that contradict each other.
+        ValueError: several prompts, an empty one, or inputs that contradict each other.
     """
     cache = kwargs.get("cache")
+    if not input_ids.shape[1] and kwargs.get("inputs_embeds") is None:
+        raise ValueError("The prompt is empty: give at least one token.")
     _check_call(target, input_ids, cache)
     processors = SpeculativeProcessors(logits_processor, eos_ids(generation_config))
     with_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)

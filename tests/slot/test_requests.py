@@ -113,6 +113,13 @@ def test_confidence_threshold_without_confidence(lab, never_run, prompt):
         never_run().generate(prompt, assistant_model=drafter, assistant_confidence_threshold=0.5, max_new_tokens=4)
 
 
+@pytest.mark.parametrize("loop", ["auto", "batched"])
+def test_an_empty_prompt(lab, never_run, prompt, loop):
+    config = DSparkGenerationConfig(dspark_loop=loop, max_new_tokens=4)
+    with pytest.raises(ValueError, match="is empty: give at least one"):
+        never_run().generate(prompt[:, :0], assistant_model=lab.drafter(), generation_config=config)
+
+
 class Words:
     def __init__(self, *words):
         self.words = words
