@@ -87,7 +87,7 @@ class CapturedRounds:
         self.cache = RaggedCache(target, drafter, rows + 1, length)
         self.state = RoundState(rows, length, drafter.config.num_draft_tokens, target.device)
         self._target, self._drafter = target, drafter
-        self._quicker = Quicker(target, drafter, compiling)
+        self._quicker = Quicker(target, drafter, self.cache.recurrent, compiling)
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, step=self._quicker.step)
         self.failure: str | None = None  # why there are no graphs, after a capture that failed
         self._starved = False  # there was too little memory, which says nothing of another call

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -60,4 +60,16 @@ def lend_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[],
     return undo
 
 
-__all__ = ["Lender", "lend_forward"]
+@contextmanager
+def lent_forwards(forwards: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
+    """
+    While it lasts, modules have these as their `forward`. The compiler finds what it compiled with them in place again
+    only if they are the same objects.
+    """
+    with ExitStack() as undone:
+        for module, forward in forwards.items():
+            undone.callback(lend_forward(module, forward))
+        yield
+
+
+__all__ = ["Lender", "lend_forward", "lent_forwards"]

@@ -12,12 +12,15 @@ from torch import nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ._compat import mark_size, one_build_for_all_shapes
-from .lending import lend_forward
+from .compressed import CompressedRows
+from .lending import lent_forwards
 from .modeling_dspark import DSparkDrafter
+from .recurrent import RecurrentRows
 from .windows import WINDOW_KEYWORD
 
 
 COMPILED = ("block_states", "context_keys_values")  # parts of a drafter that are many small operations
+COMPILED_OF_STATES = ("take",)  # and of a target's recurrent states
 
 
 class Quicker:
@@ -27,29 +30,37 @@ class Quicker:
 
     Args:
         target (`PreTrainedModel`), drafter (`DSparkDrafter`): The pair.
+        states (`RecurrentRows`, *optional*): The target's recurrent states.
         compiling (`CompileConfig`, *optional*): How they are compiled; `None` leaves them as they are.
 
     Attributes:
         step (`Callable`): The target's forward.
     """
 
-    def __init__(self, target: PreTrainedModel, drafter: DSparkDrafter, compiling: CompileConfig | None) -> None:
-        self._drafter = drafter
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: DSparkDrafter,
+        states: RecurrentRows | CompressedRows | None,
+        compiling: CompileConfig | None,
+    ) -> None:
         modules = (module for model in (target, drafter) for module in model.modules())
         self._linears = {layer: functools.partial(_few_rows, layer) for layer in modules if _is_served(layer)}
         self.step = target if compiling is None else _step(target, compiling)
-        self._parts = {} if compiling is None else {n: _compiled(getattr(drafter, n), compiling) for n in COMPILED}
+        parts: list[tuple[Any, tuple[str, ...]]] = [(drafter, COMPILED)]
+        if isinstance(states, RecurrentRows):
+            parts.append((states, COMPILED_OF_STATES))
+        self._parts: list[tuple[Any, str, Callable[..., Any]]] = []
+        if compiling is not None:
+            self._parts = [(one, n, _compiled(getattr(one, n), compiling)) for one, names in parts for n in names]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """While it lasts, the pair is changed."""
-        with ExitStack() as undone:
-            for layer, forward in self._linears.items():
-                undone.callback(lend_forward(layer, forward))
-            own: Any = vars(self._drafter)
-            for name, part in self._parts.items():
-                own[name] = part
-                undone.callback(own.pop, name)
+        with lent_forwards(self._linears), ExitStack() as undone:
+            for owner, name, part in self._parts:
+                vars(owner)[name] = part
+                undone.callback(vars(owner).pop, name)
             yield
 
 

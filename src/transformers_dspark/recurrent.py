@@ -29,7 +29,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from .lending import Lender, lend_forward
+from .lending import Lender, lend_forward, lent_forwards
 from .mixers import (
     STATES,
     Mixed,
@@ -303,6 +303,7 @@ class RecurrentRows:
         self._one_by_one = read_one_by_one(target)
         self._plan: _Plan | None = None
         self._window: VerifyWindow | None = None
+        self._forwards = {module: _mixed_forward(module) for module in self._modules.values()}
 
     @property
     def nbytes(self) -> int:
@@ -319,7 +320,7 @@ class RecurrentRows:
             layer.open_window()
         self._window = window
         try:
-            with _mixing(self._modules.values()):
+            with lent_forwards(self._forwards):
                 yield
         finally:
             self._window = None
@@ -460,7 +461,11 @@ def _mixed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
     return forward(*args, **kwargs)
 
 
-_mixing: Lender[nn.Module] = Lender(lambda module: lend_forward(module, partial(_mixed, module, module.forward)))
+def _mixed_forward(module: nn.Module) -> Callable[..., Any]:
+    return partial(_mixed, module, module.forward)
+
+
+_mixing: Lender[nn.Module] = Lender(lambda module: lend_forward(module, _mixed_forward(module)))
 
 
 __all__ = ["SETTLE", "MixerRows", "RecurrentRows"]

@@ -57,9 +57,13 @@ class InStaticRounds:
                     result = play(total, drafting=total > rows)
                 assert not result.failed.any()
                 self.results.append(result)
+                self.played(batch, state, result)
         length = int(state.ends.max())
         behind = torch.arange(length) >= state.ends[:, None]
         return state.text[:, :length].masked_fill(behind, batch.inputs.pad_id)
+
+    def played(self, batch, state, result):
+        """After each round; nothing here."""
 
     def accepted_lengths(self, row):
         return [int(result.kept[row]) for result in self.results if result.kept[row]]
