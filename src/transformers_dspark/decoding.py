@@ -65,8 +65,8 @@ def batched_decoding(
     - A user's processor or criterion is asked about one row at a time, as in a call for that row alone, and no more
       once the row has ended. One that keeps state is copied for each row. `max_time` is looked at once a round.
     - Where processors leave no token, this is an error; plain greedy decoding goes on with token 0.
-    - Padding takes no room in a sliding window, nor in a window that compressed attention closes. In plain generation
-      it does.
+    - Padding takes no room in windows of sliding or compressed attention, and inside a text recurrent states do not
+      decay over it. In plain generation it does, and they do.
 
     Args:
         target (`PreTrainedModel`): The model whose distribution is kept.

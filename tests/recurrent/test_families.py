@@ -199,6 +199,17 @@ def test_a_later_turn(lab, kind, kept):
     )
 
 
+def test_padding_inside_a_text_is_skipped(lab):
+    target, (ids, _) = lab.target("qwen3.5"), ragged(1)
+    plain = target.generate(ids, **GREEDY)
+    apart = torch.cat((ids[:, :4], torch.full((1, 2), 5), ids[:, 4:]), dim=1)
+    mask = torch.ones_like(apart)
+    mask[:, 4:6] = 0
+    drafter = lab.knowing(plain.tolist(), block_size=4)
+    ours = target.generate(apart, attention_mask=mask, assistant_model=drafter, **GREEDY)
+    assert torch.equal(ours[:, apart.shape[1] :], plain[:, ids.shape[1] :])
+
+
 def test_hidden_states_and_processors(lab):
     plain, ours = plain_and_ours(
         lab,
