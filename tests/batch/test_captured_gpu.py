@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import CompileConfig
 
+from tests.recurrent.sweep import RecurrentLab, gap_between
 from transformers_dspark import DSparkGenerationConfig
+from transformers_dspark.mixers import STATES
 
 from .conftest import ragged
 
@@ -18,6 +20,11 @@ ENGINES = {
     "graph": {"use_cuda_graphs": True},
     "compiled": {"use_cuda_graphs": True, "compile_config": CompileConfig()},
 }
+
+
+@pytest.fixture(scope="module")
+def lab():
+    return RecurrentLab()
 
 
 @pytest.fixture
@@ -76,6 +83,47 @@ def test_order_of_rows_leaves_their_texts_alone(pair):
     first = play(target, drafter, ids, mask, "graph").sequences
     second = play(target, drafter, ids[order], mask[order], "graph").sequences
     assert torch.equal(second, first[order.cuda()])
+
+
+RECURRENT = ["qwen3.5", "lfm2", "mamba2", "nemotron-h", "falcon-h1", "olmo-hybrid"]
+
+
+@pytest.mark.parametrize("engine", ["graph", "compiled"])
+@pytest.mark.parametrize("kind", [*RECURRENT, "qwen3-next", "kimi-linear"])
+def test_recurrent_states_in_graphs(pair, kind, engine):
+    """Tokens, and in the end the states, are those of the other loop."""
+    if kind in ("qwen3-next", "kimi-linear"):
+        if engine == "compiled":
+            pytest.skip("experts of float32 copy to the host")
+        engine = "auto"
+    target, drafter = pair(kind)
+    for rows in (3, 1, 6):
+        ids, mask = ragged(rows)
+        plain = target.generate(ids.cuda(), attention_mask=mask.cuda(), do_sample=False, max_new_tokens=40)
+        ours = play(target, drafter, ids, mask, engine, max_new_tokens=40)
+        assert torch.equal(ours.sequences, plain)
+        if engine != "auto":
+            assert drafter.captured.failure is None
+            assert drafter.captured.count > 0
+        other = play(target, drafter, ids, mask, "eager", max_new_tokens=40)
+        assert ours.cache.lengths == other.cache.lengths
+        for row, length in enumerate(ours.cache.lengths):
+            found, expected = (output.cache.recurrent.states(row, length) for output in (ours, other))
+            for index in expected:
+                for name in STATES:
+                    pairs = (getattr(layers[index], name).values() for layers in (found, expected))
+                    gaps = [gap_between(*pair) for pair in zip(*pairs, strict=True) if pair[1] is not None]
+                    assert max(gaps, default=0) < 1e-3
+
+
+def test_recurrent_states_draw_what_the_other_loop_draws(pair):
+    target, drafter = pair("qwen3.5")
+    ids, mask = ragged(4)
+    options = {"do_sample": True, "seed": 5, "max_new_tokens": 60, "eos_token_id": [7, 30], "pad_token_id": 0}
+    plain = play(target, drafter, ids, mask, "eager", **options)
+    ours = play(target, drafter, ids, mask, "graph", **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.dspark.accepted_lengths == plain.dspark.accepted_lengths
 
 
 @pytest.mark.slow
