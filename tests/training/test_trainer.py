@@ -1,6 +1,7 @@
 """The trainer: golden losses, resume, budgets, logs, evaluation, and that a drafter learns."""
 
 import copy
+import functools
 import json
 import math
 
@@ -435,7 +436,19 @@ def test_arguments(changes, message):
         DSparkTrainingArguments("out", **changes)
 
 
-def test_a_compiled_target_needs_taps_before_the_last_layer(tiny, answers, tmp_path):
-    shape = DrafterShape(num_layers=1, block_size=4, target_layer_ids=(1, 2))
-    with pytest.raises(NotImplementedError, match="does not see the last layer"):
-        trainer_of(tiny, answers, tmp_path, shape, compile_target=True)
+def test_layers_of_a_target_are_compiled_once(answers, tmp_path, monkeypatch):
+    """One compiled layer serves all of them, with a tap on the last one too, and is taken out after each forward."""
+    torch.manual_seed(0)
+    text = LlamaConfig(**SMALL, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4)
+    target, losses, shape = LlamaForCausalLM(text).eval(), [], DrafterShape(num_layers=1, target_layer_ids=(1, 4))
+    # what is traced is what counts here; generating code for it takes most of a minute
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.utils.counters.clear()
+    for compiled in (False, True):
+        trainer = trainer_of(target, answers, tmp_path, shape, compile_target=compiled, logging_steps=1, max_steps=2)
+        trainer.train()
+        losses.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
+        assert not any("forward" in vars(layer) for layer in target.model.layers)
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] < 5

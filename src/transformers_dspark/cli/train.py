@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--checkpoint-layers", action="store_true", help="compute layers twice instead of keeping them")
     means.add_argument("--detach-confidence", action="store_true", help="its loss trains the confidence head alone")
     means.add_argument("--decode", action="store_true", help="decode held-out prompts instead of replaying answers")
-    means.add_argument("--compile-target", action="store_true", help="compile the target's forward")
+    means.add_argument("--compile-target", action="store_true", help="compile the target's layers")
     means.add_argument("--shard-target", action="store_true", help="over the processes of `accelerate launch`")
     means.add_argument("--cache", type=Path, metavar="DIR", help="keep the target's hidden states here; much disk")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")

@@ -64,7 +64,7 @@ class DSparkTrainingArguments(TrainingArguments):
         block_attention (`str`): `"flex"`, `"plain"`, or `"auto"`: flex attention on CUDA, a plain mask elsewhere.
         pure_bf16 (`bool`): Keep the drafter's weights and the optimiser's state in bfloat16. `bf16` instead keeps them
             in float32 and computes in bfloat16.
-        compile_target (`bool`): Compile the target's forward for training.
+        compile_target (`bool`): Compile the target's layers for training.
         shard_target (`bool`): Spread the target's layers over all processes, for one that does not fit a device.
         state_cache (`str`, *optional*): Folder that keeps the target's hidden states, so that they are computed once.
 

@@ -98,19 +98,15 @@ def backbone_of(target: PreTrainedModel) -> PreTrainedModel:
 
 
 def target_states(
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    layer_ids: Sequence[int],
-    backbone: PreTrainedModel | None = None,
+    target: PreTrainedModel, input_ids: torch.Tensor, layer_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Taps `(rows, length, num_taps * hidden)` and normed last states `(rows, length, hidden)` of right-padded sequences.
-    `backbone` is that of the target or a compiled form of it.
 
     Raises:
         NotImplementedError: the target does not return them.
     """
-    taps = TargetTaps(backbone_of(target) if backbone is None else backbone, layer_ids)
+    taps = TargetTaps(backbone_of(target), layer_ids)
     with taps:
         outputs = taps.run(input_ids, use_cache=False, **taps.forward_kwargs)
         if any(outputs.get(name) is None for name in ("hidden_states", "last_hidden_state")):

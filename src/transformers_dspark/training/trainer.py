@@ -14,14 +14,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerControl
 
+from ..lending import lent_forwards
 from ..modeling_dspark import DSparkDrafter
-from ..target import TargetTaps, decoder_layers
+from ..target import decoder_layers
 from ..telemetry import GenerationStats
 from .anchors import Blocks, pack_blocks, sample_anchors
 from .arguments import DSparkTrainingArguments
 from .data import AnswerDataset, BatchLoader, TokenBatches, collate, sequences_of
 from .fresh import check_answers
-from .held_out import backbone_of, decoded_accepted_length, held_out_accepted_length, target_states
+from .held_out import decoded_accepted_length, held_out_accepted_length, target_states
 from .losses import loss_sums
 from .objective import Objective
 from .optimizer import MuonWithAdamW
@@ -55,7 +56,8 @@ class DSparkTrainer(Trainer):
 
     Raises:
         ValueError: the drafter does not fit the target, or the answers are not the target's.
-        NotImplementedError: a drafter that is to be sharded; or a compiled target with a tap on its last layer.
+        NotImplementedError: a drafter that is to be sharded; or a target whose layers are to be compiled and were not
+            found.
     """
 
     args: DSparkTrainingArguments
@@ -110,8 +112,7 @@ class DSparkTrainer(Trainer):
         self._parts_steps = 0  # steps whose losses these are
 
     def _place_target(self) -> None:
-        args, layers = self.args, self.drafter.config.target_layer_ids
-        self.target_backbone = backbone_of(self.target)
+        args = self.args
         self.target_is_sharded = args.shard_target and args.world_size > 1
         if getattr(self.target, "hf_device_map", None) is None:
             if self.target_is_sharded:
@@ -121,13 +122,9 @@ class DSparkTrainer(Trainer):
                 for layer in decoder_layers(self.target):
                     fully_shard(layer.to(args.device))
             self.target.to(args.device)
-        if args.compile_target:
-            if TargetTaps(self.target, layers).needs_hook:
-                raise NotImplementedError(
-                    f"compile_target=True does not see the last layer, which target_layer_ids={layers} taps: leave it "
-                    "out, or choose other taps."
-                )
-            self.target_backbone = torch.compile(self.target_backbone, dynamic=True)
+        # Layer by layer: they share what is compiled, which the whole would take for each of them again.
+        layers = decoder_layers(self.target) if args.compile_target else ()
+        self._compiled = {layer: torch.compile(layer.forward, dynamic=True) for layer in layers}
 
     @property
     def pace(self) -> Pace:
@@ -214,7 +211,8 @@ class DSparkTrainer(Trainer):
         return (loss.total, loss) if return_outputs else loss.total
 
     def _states(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return target_states(self.target, input_ids, self.drafter.config.target_layer_ids, self.target_backbone)
+        with lent_forwards(self._compiled):
+            return target_states(self.target, input_ids, self.drafter.config.target_layer_ids)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """What `drafter_optimizer` says."""
