@@ -22,9 +22,10 @@ from transformers_dspark.step_costs import DraftCost, StepCost
 from .profiles import ForcedAcceptance, RoundClock
 from .rounds import Batch, Rounds, room_for
 from .shapes import LONGEST_BLOCK, Models, build, memory_bytes
+from .survey import Survey
 
 
-COSTED_DRAFTS = (0, 1, 3, 7)  # drafts of a row in the rounds that a table of step costs is made of
+COSTED_DRAFTS = (0, 1, 3, 7)  # drafts of a row in the eager rounds that a table of step costs is made of
 # A table by which drafting never pays: the loop, captured or not, then runs rounds of anchors alone.
 NEVER = StepCostTable((StepCost(1, 1, 0, 1e-3), StepCost(1, 2, 0, 1e-3)), (DraftCost(1, 1e9),))
 NO_DRAFTS = {"verify_mode": "compact", "step_cost_table": NEVER}
@@ -72,7 +73,7 @@ class Bench:
         self.settings, self.deadline = settings, deadline
         self.clock = RoundClock(settings.device)
         self.forced = ForcedAcceptance(self.clock, max(settings.rows), LONGEST_BLOCK)
-        self._measured: dict[Any, Rounds] = {}
+        self._measured: dict[Any, Any] = {}
 
     def __enter__(self) -> Bench:
         self.forced.__enter__()
@@ -166,37 +167,59 @@ class Bench:
             self._measured[key] = self.batch(rows, context).run(profile, engine, **options)
         return self._measured[key]
 
-    def drafting(self, rows: int, context: int, drafts: int, engine: str | None = None) -> Rounds:
+    def drafting(
+        self, rows: int, context: int, drafts: int, engine: str | None = None, same_texts: bool = False
+    ) -> Rounds:
         """Rounds in which every row sends this many drafts. Their time does not depend on acceptance."""
         options: dict[str, Any] = {"max_verify_tokens": drafts} if drafts else NO_DRAFTS
-        return self.rounds(rows, context, "math", engine or self.settings.engine, f"{drafts} drafts", **options)
+        name = f"{drafts} drafts, {same_texts}"
+        engine = engine or self.settings.engine
+        return self.rounds(rows, context, "math", engine, name, same_texts=same_texts, **options)
 
     def scheduled(self, rows: int, context: int, profile: str, mode: str) -> Rounds:
         """Rounds whose windows follow a table of step costs, once the graphs that it asks for are there."""
         table = self.costs([rows], [context])
         options: dict[str, Any] = {"verify_mode": mode, "step_cost_table": table}
-        engine = "eager"  # cap-accept is never captured
         if mode == "compact":
-            engine, options["first"] = self.settings.engine, self.settings.rounds
-        return self.rounds(rows, context, profile, engine, mode, **options)
+            return self.rounds(rows, context, profile, self.settings.engine, mode, same_texts=True, **options)
+        return self.rounds(rows, context, profile, "eager", mode, **options)  # cap-accept is never captured
 
     def costs(self, rows: Iterable[int], contexts: Iterable[int]) -> StepCostTable:
         """
         A table of step costs from whole rounds of the loop: what is not drafting counts as the target's step, so that
-        draft and step together are the round.
+        draft and step together are the round. Captured rounds are played in every size there is.
         """
-        rows, sent = list(rows), [drafts for drafts in COSTED_DRAFTS if drafts <= self.models.block]
-        steps, drafts = [], {}
+        rows, steps, drafts = list(rows), [], {}
         for context in contexts:
-            found = {(count, n): self.drafting(count, context, n) for count in rows for n in sent}
+            found = {(count, total): cost for count in rows for total, *cost in self._round_costs(count, context)}
             # texts grow faster the more is accepted; all these steps are told to be at the context between
-            middle = round(statistics.mean(one.mean_context for one in found.values()))
-            for (count, n), one in found.items():
-                drafting = one.draft_seconds or 0.0
-                steps.append(StepCost(count, count * (1 + n), middle, one.seconds - drafting))
-                drafts[count] = DraftCost(count, drafting)  # in the end, that of whole blocks
-        drafted = tuple(cost for cost in drafts.values() if cost.seconds)
-        return StepCostTable(tuple(steps), drafted)
+            middle = round(statistics.mean(before for before, _ in found.values()))
+            for count in rows:
+                seconds = self.drafting(count, context, self.models.block).draft_seconds or 0.0
+                drafts[count] = DraftCost(count, seconds)
+            for (count, total), (_, seconds) in found.items():
+                drafting = drafts[count].seconds if total > count else 0.0
+                steps.append(StepCost(count, total, middle, max(seconds - drafting, 1e-6)))  # chance, on a busy CPU
+        return StepCostTable(tuple(steps), tuple(cost for cost in drafts.values() if cost.seconds))
+
+    def _round_costs(self, rows: int, context: int) -> list[tuple[int, float, float]]:
+        """Total, context and seconds of whole rounds; measured once."""
+        key = rows, context, "costs"
+        if key in self._measured:
+            return self._measured[key]
+        if self.settings.engine == "eager":
+            sent = [drafts for drafts in COSTED_DRAFTS if drafts <= self.models.block]
+            costed = [(drafts, self.drafting(rows, context, drafts)) for drafts in sent]
+            found = [(rows * (1 + drafts), one.mean_context, one.seconds) for drafts, one in costed]
+        else:
+            survey = Survey(rows, self.models.block)
+            counted = max(self.settings.rounds, survey.rounds // 5)  # then there is room for as many tokens
+            batch = Batch(self.models, rows, context, counted, self.clock, self.forced)
+            options = {"verify_mode": "compact", "step_cost_table": survey}
+            batch.run("chat", self.settings.engine, first=max(1, survey.rounds - counted), **options)
+            found = list(survey.costs())
+        self._measured[key] = found
+        return found
 
     def _weights(self) -> Iterable[torch.Tensor]:
         return (*self.models.target.parameters(), *self.models.drafter.parameters())

@@ -93,7 +93,7 @@ def throughput(bench: Bench) -> Iterator[Task]:
 
 def _unscheduled(bench: Bench, rows: int, context: int, drafts: int) -> list[Line]:
     """Measured once: the time of a round does not depend on what is accepted, and the profiles differ in that only."""
-    found = bench.drafting(rows, context, drafts)
+    found = bench.drafting(rows, context, drafts, same_texts=True)
     lines = []
     for profile in bench.settings.profiles:
         length = mean_length(profile, rows, drafts)
@@ -154,7 +154,7 @@ def host_gap(bench: Bench) -> Iterator[Task]:
 
 
 def costs(bench: Bench) -> Iterator[Task]:
-    """Seconds of steps as tables predict them, against measured ones that the tables do not hold."""
+    """Seconds of steps as tables predict them, against rounds that the tables were not made of."""
     context = bench.settings.context
     rows = bench.settings.some_rows(1, 32, 128)
     held_out = [drafts for drafts in (2, 5) if drafts < bench.models.block]

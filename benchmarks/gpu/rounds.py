@@ -83,6 +83,21 @@ class EnoughRounds(MaxTimeCriteria):
         return torch.full((len(input_ids),), over)
 
 
+class EnoughTokens(EnoughRounds):
+    """Ends all rows in the round after the one in which they have this many new tokens on average."""
+
+    def __init__(self, clock: RoundClock, tokens: float) -> None:
+        super().__init__(clock, 0)
+        self._tokens, self._counted = tokens, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        lengths = self._clock.stats.accepted_lengths
+        if self._counted < self._clock.stats.rounds:
+            self._counted = self._clock.stats.rounds
+            self._tokens -= sum(row[-1] for row in lengths) / len(lengths)
+        return torch.full((len(input_ids),), self._tokens <= 0)
+
+
 class Batch:
     """
     Prompts of equal length, over and over.
@@ -103,7 +118,15 @@ class Batch:
         # the same room in all calls, so that they share their graphs
         self._room = room_for(models.block, rounds)
 
-    def run(self, profile: str, engine: str, first: int = FIRST_ROUNDS, **options: Any) -> Rounds:
+    @property
+    def span(self) -> tuple[float, float]:
+        """New tokens of a row, on average, between which rounds are counted that are to be over the same texts."""
+        least = self.rounds * max(mean_length(profile, 1, self.models.block) for profile in ACCEPTED_LENGTH)
+        return least, 2 * least
+
+    def run(
+        self, profile: str, engine: str, first: int = FIRST_ROUNDS, same_texts: bool = False, **options: Any
+    ) -> Rounds:
         """
         Generates greedily and reads the clock.
 
@@ -111,6 +134,8 @@ class Batch:
             profile (`str`): Of acceptance.
             engine (`str`): One of `ENGINES`.
             first (`int`): Rounds that are not counted.
+            same_texts (`bool`): Counts the rounds in `span` instead: modes that commit more or less tokens a round
+                then meet texts of the same lengths, on which the time of a round depends.
             options: Of [`DSparkGenerationConfig`].
         """
         config = DSparkGenerationConfig(
@@ -124,16 +149,24 @@ class Batch:
         )
         self._forced.use(profile, self.rows, self.models.block)
         self._clock.restart()
+        enough = EnoughRounds(self._clock, first + self.rounds)
+        if same_texts:
+            enough = EnoughTokens(self._clock, self.span[1])
         began = time.perf_counter()
         self.models.target.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
             assistant_model=self.models.drafter,
             generation_config=config,
-            stopping_criteria=StoppingCriteriaList([EnoughRounds(self._clock, first + self.rounds)]),
+            stopping_criteria=StoppingCriteriaList([enough]),
         )
         stamps = self._clock.seconds()
         seconds = time.perf_counter() - began
+        if same_texts:
+            lengths = self._clock.stats.accepted_lengths
+            together = min(map(len, lengths), default=0)
+            reached = np.mean([row[:together] for row in lengths], axis=0).cumsum()
+            first = int(reached.searchsorted(self.span[0])) + 1
         return self._read(stamps, first, seconds)
 
     def _read(self, stamps: np.ndarray, first: int, seconds: float) -> Rounds:

@@ -5,6 +5,7 @@ The machine is that of the rounds in benchmarks/results/h200/gpu.json, with and 
 128 tokens make; acceptance and confidences are those of the GPU benchmark.
 """
 
+import copy
 import math
 import time
 from functools import cache
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.profiles import PROFILES, forced_tables, mean_length
+from benchmarks.gpu.survey import TIMES, Survey
 from transformers_dspark import StepCostTable
 from transformers_dspark.batch.captured_schedule import CapturedSchedule
 from transformers_dspark.round_size import Outlook, SizeChoice, tiers
@@ -191,6 +193,18 @@ def test_a_total_changes_for_a_gain_that_is_worth_it():
         return choice(8, totals, np.array([1.0, cut, whole]), accepted)[0]
 
     assert [chosen(14 / 20 * x) for x in (1.0, 0.97, 0.94, 1.0, 1.04, 1.06)] == [2, 2, 1, 1, 1, 2]
+
+
+def test_a_survey_plays_every_total():
+    machine, survey = Machine(noise=0.0), Survey(8, WIDTH)
+    schedule = CapturedSchedule(copy.deepcopy(survey), WIDTH, cuts=True)
+    played = play(schedule, machine, 8, *tables("chat", 8, WIDTH, 0), survey.rounds)
+    assert {total for *_, total, _ in played} == set(tiers(8, WIDTH))
+    for total, context, seconds in survey.costs():
+        found = [times for times, _, _, sent, _ in played if sent == total]
+        assert len(found) >= TIMES
+        assert min(found) <= seconds <= max(found)
+        assert context == pytest.approx(played[-1][2] / 2 + CONTEXT / 2, rel=0.05)
 
 
 @pytest.mark.parametrize("rows", [1, 256])

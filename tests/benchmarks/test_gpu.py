@@ -88,6 +88,17 @@ def test_a_table_of_costs_is_of_the_rounds_it_was_made_of():
             assert table.curve(rows, 0, plain.mean_context)[0] == pytest.approx(plain.seconds)
 
 
+def test_modes_are_compared_over_texts_of_the_same_lengths():
+    args = ["--shape", "tiny", "--rows", "2", "--context", "8", "--rounds", "3"]
+    with Bench(settings_of(parser().parse_args(args))) as bench:
+        plain, whole = (bench.drafting(2, 8, drafts, same_texts=True) for drafts in (0, 7))
+        cut = bench.scheduled(2, 8, "chat", "compact")
+    least, most = rounds.Batch(bench.models, 2, 8, 3, bench.clock, bench.forced).span
+    for found in (plain, whole, cut):
+        assert found.mean_context == pytest.approx(8 + (least + most) / 2, abs=7)  # a round has up to 8
+    assert plain.rounds > 4 * whole.rounds > 0
+
+
 def test_rounds_that_warm_up_are_no_rounds():
     drafting, plain = [0.1, 0.2, 0.3, 0.4, 0.5], [np.nan, np.nan, 0.3, 0.4, 0.5]
     stamps = np.array([plain, drafting, drafting, drafting, plain])  # a prompt, a warm-up, two rounds, one of anchors
