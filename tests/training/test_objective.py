@@ -361,6 +361,7 @@ def test_flex_attention_against_the_plain_mask(target, kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", MASKED)
 def test_flex_attention_on_cuda(kind):
+    torch.compiler.reset()  # each kind is compiled anew: of one function only so many forms are
     torch.manual_seed(1)
     shape = SHAPE | {"hidden_size": 128, "intermediate_size": 128}
     target = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=3)).requires_grad_(False).eval().cuda()

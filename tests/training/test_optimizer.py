@@ -36,6 +36,17 @@ def test_steps_are_those_of_pytorch(stacked, monkeypatch):
     reference.load_state_dict({**reference.state_dict(), "state": muon.state_dict()["state"]})
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 64, 192), (2, 192, 64)])
+def test_bfloat16_on_cuda(shape):
+    torch.manual_seed(0)
+    matrices = torch.randn(shape)
+    expected, found = orthogonal(matrices), orthogonal(matrices.cuda())
+    assert found.dtype == torch.bfloat16
+    assert found.shape == shape
+    assert float((found.cpu().float() - expected).norm()) < 0.03 * float(expected.norm())
+
+
 def test_singular_values_come_near_one():
     torch.manual_seed(0)
     for matrices in (torch.randn(3, 16, 40), torch.randn(2, 40, 16) * 1e3, torch.zeros(1, 4, 4)):

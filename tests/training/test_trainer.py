@@ -452,3 +452,20 @@ def test_layers_of_a_target_are_compiled_once(answers, tmp_path, monkeypatch):
     assert len(losses[0]) == 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] < 5
+
+
+@pytest.mark.gpu
+def test_training_on_cuda(answers, tmp_path):
+    """With all that is only done there, the losses of the CPU up to rounding."""
+    torch.manual_seed(0)
+    text = LlamaConfig(**SMALL, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+    target, shape, losses = LlamaForCausalLM(text).eval(), DrafterShape(num_layers=2, block_size=4, markov_rank=8), []
+    options = {"drafter_optimizer": "muon", "tokens_per_batch": 600, "logging_steps": 1, "max_steps": 4}
+    for changes in ({}, {"use_cpu": False, "bf16": True, "compile_target": True}):
+        trainer = trainer_of(target, answers, tmp_path, shape, **options | changes)
+        trainer.train()
+        losses.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
+        assert trainer.drafter.device.type == ("cuda" if changes else "cpu")
+        assert trainer.evaluate()["eval_rounds"] > 0
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
