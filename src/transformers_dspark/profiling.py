@@ -19,6 +19,7 @@ from .graphs import Graph
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext
 from .recurrent import RecurrentRows
+from .round_size import tiers
 from .target import few_rows_linears
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
@@ -30,7 +31,12 @@ WARM_UP = 2
 
 @torch.inference_mode()
 def time_steps(
-    target: PreTrainedModel, rows: Sequence[int], tokens_per_row: Sequence[int], context: Sequence[int], samples: int
+    target: PreTrainedModel,
+    rows: Sequence[int],
+    tokens_per_row: Sequence[int],
+    context: Sequence[int],
+    samples: int,
+    block: int = 0,
 ) -> Iterator[tuple[int, int, int, list[float]]]:
     """
     Times packed forwards of the target, as the batched loop makes them: rows that each hold some context read some new
@@ -40,6 +46,8 @@ def time_steps(
         target (`PreTrainedModel`): On its device and in its dtype.
         rows, tokens_per_row, context (`Sequence[int]`): Every combination of them is timed, each 1 or more.
         samples (`int`): Timed forwards of each, after a warm-up.
+        block (`int`): Every total that captured rounds of blocks of so many tokens have is timed as well, its tokens
+            shared out evenly.
 
     Yields:
         `tuple[int, int, int, list[float]]`: Rows, tokens over all rows, context and the seconds of every sample.
@@ -53,9 +61,10 @@ def time_steps(
             raise ValueError(f"{name}={list(values)} must hold whole numbers of at least 1.")
     config = target.config.get_text_config(decoder=True)
     most = getattr(config, "max_position_embeddings", None)
-    if most is not None and max(context) + max(tokens_per_row) > most:
+    widest = max(*tokens_per_row, 1 + block)
+    if most is not None and max(context) + widest > most:
         raise ValueError(
-            f"context={max(context)} and {max(tokens_per_row)} tokens behind it are more than the {most} positions of "
+            f"context={max(context)} and {widest} tokens behind it are more than the {most} positions of "
             "this target: give a shorter context."
         )
     check_layers(target)
@@ -65,7 +74,7 @@ def time_steps(
         for length in context:
             for count in rows:
                 # What the cache holds does not change the time, so no prompt has to be read.
-                layers = [RaggedLayer(count, length + max(tokens_per_row)) for _ in range(config.num_hidden_layers)]
+                layers = [RaggedLayer(count, length + widest) for _ in range(config.num_hidden_layers)]
                 cache = Cache(layers=layers)
                 states = rows_of_states(target, count)
                 if isinstance(states, CompressedRows):  # how many entries there are to read is known from real tokens
@@ -79,14 +88,20 @@ def time_steps(
                     window = VerifyWindow.pack([length] * count, [1] * count, device, certain=True)
                     _packed_step(target, cache, states, first, window, [length] * count)
                     states.settle_as_usual([length] * count)
-                for width in tokens_per_row:
-                    ids = torch.randint(config.vocab_size, (1, count * width), generator=noise).to(device)
-                    window = VerifyWindow.pack([length] * count, [width] * count, device)
+                for total in totals_of(count, tokens_per_row, block):
+                    ids = torch.randint(config.vocab_size, (1, total), generator=noise).to(device)
+                    widths = [total // count + (row < total % count) for row in range(count)]
+                    window = VerifyWindow.pack([length] * count, widths, device)
                     step: Callable[[], object] = partial(
                         _packed_step, target, cache, states, ids, window, [length] * count
                     )
                     step = step if states is not None else _recorded(step, device)
-                    yield count, count * width, length, _sample(step, device, samples)
+                    yield count, total, length, _sample(step, device, samples)
+
+
+def totals_of(rows: int, tokens_per_row: Sequence[int], block: int = 0) -> list[int]:
+    """Totals that [`time_steps`] times for this number of rows, the smallest first."""
+    return sorted({rows * width for width in tokens_per_row} | set(tiers(rows, block) if block else ()))
 
 
 @torch.inference_mode()
@@ -165,4 +180,4 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-__all__ = ["time_drafts", "time_steps"]
+__all__ = ["time_drafts", "time_steps", "totals_of"]

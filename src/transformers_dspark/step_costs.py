@@ -171,6 +171,7 @@ class StepCostTable:
         tokens_per_row: Sequence[int] = (1, 2, 4, 8),
         context: Sequence[int] = (64, 512),
         samples: int = 7,
+        block: int = 0,
         command: Sequence[str] = (),
         progress: Callable[[], None] = lambda: None,
     ) -> StepCostTable:
@@ -183,6 +184,8 @@ class StepCostTable:
             rows, tokens_per_row, context (`Sequence[int]`): Every combination is measured. One token a row is the
                 plain step, against which drafting is judged.
             samples (`int`): Timed forwards of each combination; their median counts.
+            block (`int`): Drafted tokens of a block: measures every total that captured rounds of such blocks have,
+                too. Between them the cost of a step is no straight line.
             command (`Sequence[str]`): The words that asked for it, for the record.
             progress (`Callable`): Called after each combination.
 
@@ -201,7 +204,7 @@ class StepCostTable:
             middle = sorted(context)[len(context) // 2]
             for count, seconds in time_drafts(target, drafter, rows, middle, samples):
                 drafts.append(DraftCost(count, *summary(seconds)))
-        for count, tokens, length, seconds in time_steps(target, rows, tokens_per_row, context, samples):
+        for count, tokens, length, seconds in time_steps(target, rows, tokens_per_row, context, samples, block):
             steps.append(StepCost(count, tokens, length, *summary(seconds)))
         return cls(
             steps=tuple(steps),

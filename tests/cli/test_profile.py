@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_dspark import DSparkConfig, DSparkDrafter, StepCostTable, cli
+from transformers_dspark.round_size import tiers
 
 
 SMALL = ["--rows", "2", "1", "--tokens", "1", "3", "--context", "5", "--samples", "2", "--device", "cpu"]
@@ -45,6 +46,17 @@ def test_a_table_of_steps_and_drafts(target, drafter, tmp_path, capsys) -> None:
     shown = capsys.readouterr().out
     assert "context 5" in shown
     assert "draft" in shown
+
+
+def test_every_total_of_captured_rounds(target, drafter, tmp_path, capsys) -> None:
+    out, words = tmp_path / "costs.json", ["profile", "--target", target, *SMALL, "--tiers"]
+    assert cli.main([*words, "--drafter", drafter, "--out", str(out)]) == 0
+    totals = [(cost.rows, cost.tokens) for cost in StepCostTable.load(out).steps]
+    block = DSparkDrafter.from_pretrained(drafter).config.num_draft_tokens
+    assert totals == [(rows, total) for rows in (1, 2) for total in tiers(rows, block)]
+    assert "3 a row" in capsys.readouterr().out
+    assert cli.main([*words, "--out", str(out)]) == 2
+    assert "give --drafter" in capsys.readouterr().err
 
 
 def test_a_target_alone(target, tmp_path, capsys) -> None:

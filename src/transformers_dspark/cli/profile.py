@@ -35,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=positive_int, default=7, metavar="N", help="timed steps of each kind (default: %(default)s)"
     )
+    parser.add_argument(
+        "--tiers",
+        action="store_true",
+        help="measure every total that captured rounds on a GPU have, too: about 13 for each number of rows",
+    )
     add_pair_options(parser)
     add_json_option(parser)
 
@@ -42,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if 1 not in args.tokens:
         raise UsageError(f"--tokens {' '.join(map(str, args.tokens))} lacks the plain step: give 1 as well.")
+    if args.tiers and args.target and not args.drafter:
+        raise UsageError("--tiers depends on the drafter's blocks: give --drafter as well.")
     device = device_of(args.device)
     import torch
     from rich.console import Console
@@ -50,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..evaluation.real_pair import fetch_target, find_drafter
     from ..modeling_dspark import DSparkDrafter
+    from ..profiling import totals_of
     from ..step_costs import StepCostTable
 
     logging.disable_progress_bar()
@@ -63,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
     rows, tokens, context = (sorted(set(values)) for values in (args.rows, args.tokens, args.context))
     with progress_bar() as progress:
-        kinds = len(rows) * (len(tokens) * len(context) + (drafter is not None))
+        block = drafter.config.num_draft_tokens if drafter is not None and args.tiers else 0
+        kinds = sum(len(totals_of(n, tokens, block)) * len(context) + (drafter is not None) for n in rows)
         task = progress.add_task("measuring", total=kinds)
         try:
             table = StepCostTable.profile(
@@ -73,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
                 tokens_per_row=tokens,
                 context=context,
                 samples=args.samples,
+                block=block,
                 command=args.words,
                 progress=lambda: progress.advance(task),
             )
@@ -83,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     table.save(args.out)
     console = Console()
     for length in context:
-        console.print(_shown(table, length))
+        console.print(_shown(table, length, tokens))
     if table.unstable:
         console.print(
             f"? {len(table.unstable)} of {len(table.steps) + len(table.drafts)} kinds varied by more than a fifth: "
@@ -95,13 +105,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shown(table: StepCostTable, context: int) -> Table:
+def _shown(table: StepCostTable, context: int, widths: list[int]) -> Table:
     """Milliseconds by rows and tokens a row; a question mark where the samples vary."""
     from rich.table import Table
 
-    steps = {(cost.rows, cost.tokens // cost.rows): cost for cost in table.steps if cost.context == context}
+    steps = {(cost.rows, cost.tokens / cost.rows): cost for cost in table.steps if cost.context == context}
     drafts = {cost.rows: cost for cost in table.drafts}
-    widths = sorted({width for _, width in steps})
     shown = Table(title=f"Milliseconds, context {context}", title_justify="left")
     for heading in ("rows", *(f"{width} a row" for width in widths), *(["draft"] if drafts else [])):
         shown.add_column(heading, justify="right")
