@@ -1,13 +1,13 @@
 """
 Targets with recurrent state: a round against a step of `generate`, by rows, with forced acceptance.
 
-    python -m benchmarks.recurrent --json out.json                                              # tiny, on the CPU
-    python -m benchmarks.recurrent --shape 4b --rows 1 32 --tokens 256 --json recurrent.json    # on a CUDA machine
+    python -m benchmarks.recurrent --json out.json                                 # tiny, on the CPU
+    python -m benchmarks.recurrent --shape 4b --rows 1 32 --json recurrent.json    # on a CUDA machine
 
 Shapes are those of Qwen3.5, weights are random, and the acceptance is that of a published profile: drafting and
-verification are done in full, and what passes is decided by a table. The peers are `generate` with a static cache,
-whose steps Transformers compiles on a GPU, and `generate` as it is. Where the static cache does not work the reason is
-written in its place.
+verification are done in full, and what passes is decided by a table. On a GPU rounds are played as the host drives
+them, and compiled and captured. The peers are `generate` with a static cache, whose steps Transformers compiles on a
+GPU, and `generate` as it is. Where an engine or a peer does not run the reason is written in its place.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from transformers_dspark import DSparkConfig, DSparkDrafter, DSparkGenerationConfig
+from transformers_dspark import DSparkConfig, DSparkDrafter
 from transformers_dspark.cli import write_json
 from transformers_dspark.environment import environment
 
 from .gpu.peers import step_seconds
-from .gpu.profiles import ACCEPTED_LENGTH, JUDGED, ForcedAcceptance, RoundClock
+from .gpu.profiles import ACCEPTED_LENGTH, ForcedAcceptance, RoundClock
+from .gpu.rounds import ENGINES, FIRST_ROUNDS, Batch
+from .gpu.shapes import Models
 
 
 BLOCK = 7
@@ -43,7 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(shape: str, device: torch.device, dtype: torch.dtype) -> tuple[Qwen3_5ForCausalLM, DSparkDrafter]:
+def build(shape: str, device: torch.device, dtype: torch.dtype) -> Models:
     """A target of random weights, made on the device, and a drafter of five layers with a Markov head."""
     torch.manual_seed(0)
     sizes, tiny = SHAPES[shape], shape == "tiny"
@@ -61,84 +62,77 @@ def build(shape: str, device: torch.device, dtype: torch.dtype) -> tuple[Qwen3_5
                 target_layer_ids=sorted({1, layers // 2, layers - 2}),
             )
         )
-    return target, drafter.to(dtype).eval().bind_target(target)
+    return Models(shape, target, drafter.to(dtype).eval().bind_target(target))
 
 
-def drafted(
-    target: Qwen3_5ForCausalLM, drafter: DSparkDrafter, ids: torch.Tensor, tokens: int, clock: RoundClock
-) -> dict[str, float]:
-    """Seconds of a round of our loop while no row has ended, and what its mixers read again."""
-    config = DSparkGenerationConfig(
-        do_sample=False, max_new_tokens=tokens, dspark_loop="batched", return_dict_in_generate=True
-    )
-    for _ in range(2):  # the first warms up
-        clock.restart()
-        output = target.generate(
-            ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, generation_config=config
-        )
-    stats, seconds = output.dspark, clock.seconds()[:, JUDGED]
-    rounds = np.arange(2, min(map(len, stats.accepted_lengths)) - 1)
-    if len(rounds) < 2:
-        raise ValueError(f"--tokens {tokens} are over after {len(rounds)} rounds that could be timed: give more.")
-    read = sum(stats.reread_tokens[rounds[0] : rounds[-1] + 1]) / len(rounds)
-    window = sum(len(ids) + sum(row[number] for row in stats.verify_lengths) for number in rounds) / len(rounds)
-    return {
-        "round_seconds": float((seconds[rounds[-1]] - seconds[rounds[0] - 1]) / len(rounds)),
-        "reread_tokens_per_round": read,
-        "reread_share_of_mixer_tokens": read / (read + window),
-        "rounds": len(rounds),
-    }
+def drafted(batch: Batch, clock: RoundClock, profile: str, engine: str) -> dict[str, Any]:
+    """Rounds of our loop, and what its mixers read again; or why there are none."""
+    try:
+        for _ in range(2):  # the first warms up, compiles and captures
+            found = batch.run(profile, engine)
+    except Exception as error:  # what cannot be captured says why
+        return {"failure": f"{type(error).__name__}: {error}".split("\n")[0]}
+    finally:
+        batch.models.drafter.captured = None  # room for the next
+    stats = clock.stats
+    read = sum(stats.reread_tokens[FIRST_ROUNDS:]) / len(stats.reread_tokens[FIRST_ROUNDS:])
+    window = batch.rows * (1 + found.sent)
+    return found.to_dict() | {"reread_tokens_per_round": read, "reread_share_of_mixer_tokens": read / (read + window)}
 
 
-def measure(
-    target: Qwen3_5ForCausalLM,
-    drafter: DSparkDrafter,
-    rows: int,
-    context: int,
-    tokens: int,
-    profile: str,
-    forced: ForcedAcceptance,
-    clock: RoundClock,
-) -> dict[str, Any]:
-    noise = torch.Generator().manual_seed(rows)
-    ids = torch.randint(3, target.config.vocab_size, (rows, context), generator=noise).to(target.device)
-    peers: dict[str, Any] = {}
+def peers_of(batch: Batch) -> dict[str, float | str]:
+    """Tokens per second without a drafter, or why there are none."""
+    rates: dict[str, float | str] = {}
     for name, options in {"generate": {}, "static cache": {"cache_implementation": "static"}}.items():
         try:
-            peers[name] = rows / step_seconds(target, ids, 64 if options else 24, **options)
+            seconds = step_seconds(batch.models.target, batch.ids, 64 if options else 24, **options)
         except Exception as error:  # a peer that does not run is a finding, and not ours to mend
-            peers[name] = f"{type(error).__name__}: {error}"
-    forced.use(profile, rows, BLOCK)
-    result = drafted(target, drafter, ids, tokens, clock)
-    length = ACCEPTED_LENGTH[profile]
-    result |= {"rows": rows, "accepted_length": length, "peers_tokens_per_second": peers}
-    result["tokens_per_second"] = rows * length / result["round_seconds"]
-    rates = {name: rate for name, rate in peers.items() if isinstance(rate, float)}
-    return result | {"speed_up": {name: result["tokens_per_second"] / rate for name, rate in rates.items()}}
+            rates[name] = f"{type(error).__name__}: {error}".split("\n")[0]
+        else:
+            rates[name] = batch.rows / seconds
+    return rates
+
+
+def measure(batch: Batch, clock: RoundClock, profile: str, engines: list[str]) -> dict[str, Any]:
+    peers = peers_of(batch)
+    found = {engine: drafted(batch, clock, profile, engine) for engine in engines}
+    for line in found.values():
+        if "failure" not in line:
+            rates = {name: rate for name, rate in peers.items() if isinstance(rate, float)}
+            line["speed_up"] = {name: line["tokens_per_second"] / rate for name, rate in rates.items()}
+    return {"rows": batch.rows, "peers_tokens_per_second": peers, "engines": found}
 
 
 def main(argv: list[str] | None = None) -> int:
+    cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recurrent", description=__doc__.split("\n\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], metavar="N", help="(default: 1 4)")
-    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="new tokens a row (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=24, metavar="N", help="that are timed (default: %(default)s)")
     parser.add_argument("--context", type=int, default=128, metavar="N", help="of a prompt (default: %(default)s)")
     parser.add_argument("--profile", choices=ACCEPTED_LENGTH, default="math", help="(default: %(default)s)")
+    parser.add_argument(
+        "--engines",
+        choices=ENGINES,
+        nargs="+",
+        default=["eager", "compiled"] if cuda else ["eager"],
+        help="of our rounds (default: eager, on CUDA also compiled)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-    if min(*args.rows, args.context) < 1 or args.tokens < 48:
-        parser.error("--rows and --context must be at least 1, and --tokens at least 48.")
-    if args.shape != "tiny" and not torch.cuda.is_available():
+    if min(*args.rows, args.context, args.rounds) < 1:
+        parser.error("--rows, --context and --rounds must be at least 1.")
+    if args.shape != "tiny" and not cuda:
         parser.error(f"--shape {args.shape} needs a CUDA machine: leave it at tiny.")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    target, drafter = build(args.shape, device, dtype)
+    device = torch.device("cuda" if cuda else "cpu")
+    models = build(args.shape, device, torch.bfloat16 if cuda else torch.float32)
     clock, results = RoundClock(device), []
     forced = ForcedAcceptance(clock, max(args.rows), BLOCK)
     command = ["python", "-m", "benchmarks.recurrent", *(sys.argv[1:] if argv is None else argv)]
     with forced, clock:
         for rows in args.rows:
-            results.append(measure(target, drafter, rows, args.context, args.tokens, args.profile, forced, clock))
+            batch = Batch(models, rows, args.context, args.rounds, clock, forced)
+            results.append(measure(batch, clock, args.profile, args.engines))
             if args.json is not None:  # after each, so that what was measured stays if a later one fails
                 write_json(
                     args.json,
@@ -150,21 +144,36 @@ def main(argv: list[str] | None = None) -> int:
                         "results": results,
                     },
                 )
-    table = Table("rows", "round, ms", "tokens/s", "static cache", "generate", "read again a round")
-    for line in results:
-        peers = line["peers_tokens_per_second"]
-        shown = [
+    show(results, Console())
+    return 0
+
+
+def show(results: list[dict[str, Any]], console: Console) -> None:
+    table = Table("rows", "engine", "round, ms", "step, ms", "tokens/s", "static cache", "generate", "read again")
+    reasons = []
+    for result in results:
+        peers = result["peers_tokens_per_second"]
+        rates = [
             f"{peers[name]:.0f}" if isinstance(peers[name], float) else "-" for name in ("static cache", "generate")
         ]
-        table.add_row(
-            str(line["rows"]),
-            f"{line['round_seconds'] * 1e3:.1f}",
-            f"{line['tokens_per_second']:.0f}",
-            *shown,
-            f"{line['reread_tokens_per_round']:.1f}",
-        )
-    Console().print(table)
-    return 0
+        for engine, line in result["engines"].items():
+            if "failure" in line:
+                table.add_row(str(result["rows"]), engine, "-", "-", "-", *rates, "-")
+                reasons.append(f"{result['rows']} rows, {engine}: {line['failure']}")
+                continue
+            step = line["step_seconds"]
+            table.add_row(
+                str(result["rows"]),
+                engine,
+                f"{line['seconds'] * 1e3:.1f}",
+                "-" if step is None else f"{step * 1e3:.1f}",
+                f"{line['tokens_per_second']:.0f}",
+                *rates,
+                f"{line['reread_tokens_per_round']:.1f}",
+            )
+    console.print(table)
+    for reason in reasons:
+        console.print(reason, markup=False)
 
 
 if __name__ == "__main__":
