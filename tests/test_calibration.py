@@ -89,6 +89,17 @@ def test_a_fit_does_not_read_behind_a_failure() -> None:
     assert perfect.temperatures == (1.0, 1.0)  # every temperature is as good: the one that changes nothing
 
 
+def test_temperatures_of_few_outcomes_are_uncertain(tmp_path) -> None:
+    accepted = torch.zeros(150, 3)
+    accepted[:120, 0] = accepted[:40, 1] = 1
+    found = ConfidenceCalibration.fit(torch.zeros(150, 3), accepted)
+    assert found.reached == (150, 120, 40)
+    assert found.uncertain == [3]
+    found.save(tmp_path / "t.json")
+    assert ConfidenceCalibration.load(tmp_path / "t.json").uncertain == [3]
+    assert not ConfidenceCalibration((1.0,)).uncertain  # nothing is known
+
+
 @pytest.mark.parametrize(
     ("logits", "accepted"),
     [

@@ -17,6 +17,7 @@ import torch
 
 
 BINS = 20
+FEW = 100  # outcomes below which the share that passes is uncertain by up to 5 % and more
 # Temperatures that a fit tries: 1/8 to 8 in steps of 4 %.
 GRID = tuple(math.exp(i / 25) for i in range(-52, 53))
 
@@ -32,6 +33,8 @@ class ConfidenceCalibration:
         error_before, error_after (`Sequence[float]`): Expected calibration error of the survival at each position, as
             far as measured, without temperatures and with them.
         samples (`int`): Blocks they were fitted on; 0 if not known.
+        reached (`Sequence[int]`): Of these, those that say something about each position: whose earlier tokens all
+            passed. Empty if not known.
 
     Raises:
         ValueError: a temperature out of range, or none at all.
@@ -43,6 +46,7 @@ class ConfidenceCalibration:
     error_before: Sequence[float] = ()
     error_after: Sequence[float] = ()
     samples: int = 0
+    reached: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         given = self.temperatures
@@ -68,6 +72,11 @@ class ConfidenceCalibration:
         if width > len(self.temperatures):
             raise ValueError(f"{width} confidence logits in a row, but {len(self.temperatures)} temperatures.")
         return torch.sigmoid(logits / logits.new_tensor(self.temperatures[:width]))
+
+    @property
+    def uncertain(self) -> list[int]:
+        """Positions, from 1, whose temperature is known to stand on fewer than `FEW` outcomes."""
+        return [k for k, count in enumerate(self.reached, 1) if count < FEW]
 
     def store_in(self, config: Any) -> None:
         """
@@ -118,6 +127,7 @@ class ConfidenceCalibration:
                 error_before=values.get("error_before", values.get("ece_before", ())),
                 error_after=values.get("error_after", values.get("ece_after", ())),
                 samples=values.get("samples", values.get("num_samples", 0)),
+                reached=values.get("reached", ()),
             )
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: no usable temperatures of confidences: {error}") from error
@@ -169,7 +179,8 @@ class ConfidenceCalibration:
             calibrated = calibrated * torch.sigmoid(logits[:, k] / best)
             chosen.append(best)
             after.append(errors[best])
-        return cls(tuple(chosen), tuple(before), tuple(after), len(logits))
+        reached = [len(logits), *survived[:, :-1].sum(dim=0).tolist()]
+        return cls(tuple(chosen), tuple(before), tuple(after), len(logits), tuple(reached))
 
 
 def expected_calibration_error(probabilities: torch.Tensor, outcomes: torch.Tensor, bins: int = BINS) -> float:

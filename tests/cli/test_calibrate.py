@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from transformers_dspark import DSparkConfig, DSparkDrafter
+from transformers_dspark.calibration import FEW
 from transformers_dspark.cli import main
 from transformers_dspark.evaluation.confidences import calibration_figures, labelled_confidences
 from transformers_dspark.telemetry import GenerationStats
@@ -28,7 +29,14 @@ def test_temperatures_are_found_and_stored(pair, capsys):
     assert result["means"]["error_after"] == pytest.approx(sum(after) / len(after))
     assert result["means_by_temperature"].keys() == {"0", "1"}
     assert sum(after) < sum(before)  # an untrained head is sure of nothing, and its drafts fail
-    assert "judged on" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "judged on" in printed
+    assert "…" not in printed  # nothing is cut at 80 columns
+    reached = result["fitted_on_blocks_by_position"]
+    assert reached[0] == result["fitted_on_blocks"] < FEW
+    assert reached == sorted(reached, reverse=True)
+    words = f"Fewer than {FEW} blocks say something about drafted tokens 1 to {len(reached)} ({reached[-1]} about"
+    assert words in " ".join(printed.split())
     # the temperatures that a drafter holds are undone before the next fit, so it finds the same ones
     assert calibrate(pair, "--json", f"{pair}/again.json") == 0
     assert json.loads((pair / "again.json").read_text())["temperatures"] == pytest.approx(stored)

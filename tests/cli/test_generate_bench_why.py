@@ -79,6 +79,7 @@ def test_refusals(pair, capsys, command, words, part):
 def test_bench_compares_and_keeps_what_was_finished(pair, capsys, monkeypatch):
     words = ("bench", f"{pair}/prompts.jsonl", "--rows", "1", "3", "--repeats", "1")
     assert call(pair, *words) == 0
+    assert "…" not in capsys.readouterr().out  # nothing is cut at 80 columns
     runs = result(pair)["runs"]
     assert [run["rows"] for run in runs] == [1, 3]
     for run in runs:

@@ -88,7 +88,8 @@ def _shown(lines: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     heads = ("prompts", "rows", "mode", "plain", "drafted", "", "accepted", "host", "same ids")
-    table = Table(*heads, title="Tokens per second", title_justify="left", box=SIMPLE)
+    table = Table(*heads, title="Tokens per second", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.columns[0].overflow = "fold"  # names of files are of any length
     for line in lines:
         for mode, figures in line["modes"].items():
             table.add_row(

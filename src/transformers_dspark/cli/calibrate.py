@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from ..calibration import ConfidenceCalibration
+    from ..calibration import FEW, ConfidenceCalibration
     from ..checkpoints import read_config
     from ..configuration_dspark import DSparkConfig
     from ..environment import environment
@@ -81,8 +81,16 @@ def run(args: argparse.Namespace) -> int:
     found = ConfidenceCalibration.fit(*blocks["fit"])
     figures = calibration_figures(*blocks["judge"], applied, found.temperatures)
     points = reliability(*blocks["judge"], applied, found.temperatures)
-    Console().print(calibration_table(figures, found.temperatures))
+    console = Console()
+    console.print(calibration_table(figures, found))
     print(f"fitted on {found.samples} blocks, judged on {len(blocks['judge'][0])} of other prompts")
+    if found.uncertain:
+        console.print(
+            f"? Fewer than {FEW} blocks say something about drafted tokens {found.uncertain[0]} to "
+            f"{len(found.reached)} ({found.reached[-1]} about the last): take their temperatures for a guess, and give "
+            "more prompts or a larger --max-new-tokens.",
+            style="yellow",
+        )
     if args.out:
         found.save(args.out)
     if args.store:
@@ -93,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         "environment": environment(pair.target.device, args.words),
         "temperatures": list(found.temperatures),
         "fitted_on_blocks": found.samples,
+        "fitted_on_blocks_by_position": list(found.reached),
         "judged_on_blocks": len(blocks["judge"][0]),
         "means": means(figures),
         "means_by_temperature": {

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from ..calibration import ConfidenceCalibration
 from ..telemetry import GenerationStats
 from .plots import name_of
 from .runs import Run
@@ -45,7 +47,7 @@ def speed_table(names: Sequence[str], pairs: Sequence[tuple[Run, Run]]) -> Table
         "accepted length",
         "same ids",
     ):
-        table.add_column(heading, justify="left" if heading == "prompt" else "right")
+        table.add_column(heading, justify="left" if heading == "prompt" else "right", overflow="fold")
 
     def line(name: str, runs: Sequence[tuple[Run, Run]]) -> list[str]:
         tokens = [sum(len(r[i].ids) for r in runs) for i in (0, 1)]
@@ -92,15 +94,19 @@ def length_table(records: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def calibration_table(figures: Sequence[Mapping[str, float]], temperatures: Sequence[float]) -> Table:
-    """One line a position: what survived, and how well confidence said so before and after."""
-    heads = ["position", "temperature", "survived"]
-    heads += [f"{name} {when}" for name in ("error", "Brier", "AUC") for when in ("before", "after")]
-    table = Table(*heads, title="Confidence against acceptance, on prompts it was not fitted on", title_justify="left")
-    for line, temperature in zip(figures, temperatures, strict=True):
+def calibration_table(figures: Sequence[Mapping[str, float]], found: ConfidenceCalibration) -> Table:
+    """One line a drafted token: what survived, and how well confidence said so before and after."""
+    heads = ["token", "blocks", "temper-\nature", "sur-\nvived"]
+    for name in ("error", "Brier", "AUC"):
+        heads += [f"{name}\nbefore", "\nafter"]
+    title = "Confidence against acceptance, on prompts it was not fitted on"
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right")
+    for line, temperature, blocks in zip(figures, found.temperatures, found.reached, strict=True):
         names = ("error_before", "error_after", "brier_before", "brier_after", "auc_before", "auc_after")
         cells = [f"{line['survived']:.1%}", *(f"{line[name]:.3f}" for name in names)]
-        table.add_row(str(line["position"]), f"{temperature:.2f}", *cells)
+        table.add_row(str(line["position"]), str(blocks), f"{temperature:.2f}", *cells)
     means = [sum(line[name] for line in figures) / len(figures) for name in ("error_before", "error_after")]
-    table.add_row("mean", "", "", *(f"{mean:.3f}" for mean in means))
+    table.add_row("mean", "", "", "", *(f"{mean:.3f}" for mean in means))
     return table
