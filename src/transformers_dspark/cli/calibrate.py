@@ -86,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"fitted on {found.samples} blocks, judged on {len(blocks['judge'][0])} of other prompts")
     if found.uncertain:
         console.print(
-            f"? Fewer than {FEW} blocks say something about drafted tokens {found.uncertain[0]} to "
-            f"{len(found.reached)} ({found.reached[-1]} about the last): take their temperatures for a guess, and give "
-            "more prompts or a larger --max-new-tokens.",
+            f"? Fewer than {FEW} blocks say something about drafted tokens from number {found.uncertain[0]} on "
+            f"({found.reached[-1]} about the last): take their temperatures for a guess, and give more prompts or a "
+            "larger --max-new-tokens.",
             style="yellow",
         )
     if args.out:
