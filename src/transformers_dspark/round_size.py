@@ -79,7 +79,7 @@ class Outlook:
             self._passed = decay * self._passed + (offsets < accepted[:, None]).sum(axis=0)
             self._curve = self._by_position()
             return
-        survival = np.nan_to_num(confidence, nan=1.0).cumprod(axis=1)
+        survival = np.where(confidence >= 0, confidence, 1.0).cumprod(axis=1)  # what is no number counts as 1
         ranked = np.concatenate(([0.0], np.sort(survival, axis=None)[::-1])).cumsum()
         curve = np.interp(self._grid * rows, np.arange(len(ranked)), ranked) / rows
         kept = decay * self._weight

@@ -390,8 +390,8 @@ class _Sheet:
 
     def read(self, rows: int, tokens: np.ndarray) -> np.ndarray:
         low, high, weight = _bracket(self.rows, rows, beyond=False)
-        seconds = _read(self.tokens, self.seconds[low], tokens)
-        if weight:
+        seconds = _read(self.tokens, self.seconds[high if weight == 1 else low], tokens)
+        if 0 < weight < 1:
             seconds = (1 - weight) * seconds + weight * _read(self.tokens, self.seconds[high], tokens)
         return seconds
 
