@@ -121,8 +121,8 @@ class Batch:
     @property
     def span(self) -> tuple[float, float]:
         """New tokens of a row, on average, between which rounds are counted that are to be over the same texts."""
-        least = self.rounds * max(mean_length(profile, 1, self.models.block) for profile in ACCEPTED_LENGTH)
-        return least, 2 * least
+        counted = self.rounds * max(mean_length(profile, 1, self.models.block) for profile in ACCEPTED_LENGTH)
+        return counted / 4, counted / 4 + counted  # before that a schedule finds its way, and its graphs are captured
 
     def run(
         self, profile: str, engine: str, first: int = FIRST_ROUNDS, same_texts: bool = False, **options: Any
