@@ -204,3 +204,20 @@ def test_marked_sizes_stay_open():
         _compat.mark_size(tensor, 1)
         assert torch.equal(double(tensor), torch.full((1, size), 2.0))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_options_of_a_mode_are_its_own():
+    from torch._inductor import config
+
+    assert _compat.mode_options(None) == {}
+    assert _compat.mode_options("max-autotune-no-cudagraphs").items() >= {"max_autotune": True}.items()
+    assert hasattr(config, "post_grad_custom_pre_pass")
+
+
+def test_a_rewriting_is_known_by_its_file(tmp_path):
+    source, graph = tmp_path / "rules.py", torch.fx.Graph()
+    source.write_text("1")
+    rewriting = _compat.graph_pass(lambda graph: graph.placeholder("x"), source)
+    rewriting(graph)
+    assert [node.op for node in graph.nodes] == ["placeholder"]
+    assert rewriting.uuid() == _compat.graph_pass(print, source).uuid()

@@ -58,6 +58,7 @@ LADDER = [
     "processors",
     "batch",
     "static_round",
+    "shared_linears",
     "quicker",
     "captured",
     "captured_loop",

@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 
@@ -151,6 +152,33 @@ def mark_size(tensor: Any, dimension: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
+def graph_pass(change: Callable[[Any], None], source: Path) -> Any:
+    """
+    A rewriting of graphs as PyTorch's Inductor takes it, known to its cache by the file that it stands in, for
+    `shared_linears`. Documented, in a module whose name begins with an underscore.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            change(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((str(source),))
+
+    return Pass()
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """
+    The options of Inductor that a mode of `torch.compile` stands for, since only one of both can be given; `quicker`
+    adds one of its own. Documented, in a module whose name begins with an underscore.
+    """
+    import torch._inductor
+
+    return {} if mode is None else dict(torch._inductor.list_mode_options(mode))
+
+
 def has_hooks(module: Any) -> bool:
     """
     Whether someone watches or changes the forward of this module, for `captured`; only setters are public. Those with
@@ -175,10 +203,12 @@ __all__ = [
     "attention_implementations",
     "forget",
     "generation_defaults",
+    "graph_pass",
     "has_hooks",
     "keeps_recurrent_state",
     "learns_prompt",
     "mark_size",
+    "mode_options",
     "one_build_for_all_shapes",
     "own_attention",
     "rebind",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import CompileConfig, PreTrainedModel
 
-from ._compat import mark_size, one_build_for_all_shapes
+from ._compat import mark_size, mode_options, one_build_for_all_shapes
 from .compressed import CompressedRows
 from .lending import lent_forwards
 from .modeling_dspark import DSparkDrafter
@@ -20,7 +20,6 @@ from .windows import WINDOW_KEYWORD
 
 
 COMPILED = ("block_states", "context_keys_values")  # parts of a drafter that are many small operations
-COMPILED_OF_STATES = ("take",)  # and of a target's recurrent states
 
 
 class Quicker:
@@ -47,12 +46,11 @@ class Quicker:
         modules = (module for model in (target, drafter) for module in model.modules())
         self._linears = {layer: functools.partial(_few_rows, layer) for layer in modules if _is_served(layer)}
         self.step = target if compiling is None else _step(target, compiling)
-        parts: list[tuple[Any, tuple[str, ...]]] = [(drafter, COMPILED)]
-        if isinstance(states, RecurrentRows):
-            parts.append((states, COMPILED_OF_STATES))
         self._parts: list[tuple[Any, str, Callable[..., Any]]] = []
         if compiling is not None:
-            self._parts = [(one, n, _compiled(getattr(one, n), compiling)) for one, names in parts for n in names]
+            self._parts = [(drafter, name, _compiled(getattr(drafter, name), compiling)) for name in COMPILED]
+        if compiling is not None and isinstance(states, RecurrentRows):
+            self._parts.append((states, "take", _compiled(states.take, compiling, dynamic=None)))
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -71,9 +69,16 @@ def _compiled(function: Callable[..., Any], config: CompileConfig, dynamic: bool
     Args:
         dynamic (`bool`, *optional*): `True` serves any size; `None` only sizes that were marked, or have changed.
     """
+    how: dict[str, Any] = {"fullgraph": config.fullgraph, "dynamic": dynamic, "backend": config.backend}
     mode = "max-autotune-no-cudagraphs" if config.mode.startswith("max-autotune") else None
-    options = {"options": config.options} if config.options else {"mode": mode}
-    made = torch.compile(function, fullgraph=config.fullgraph, dynamic=dynamic, backend=config.backend, **options)
+    if config.backend != "inductor":
+        how |= {"options": config.options} if config.options else {"mode": mode}
+    else:
+        from .shared_linears import SHARED_LAUNCHES
+
+        chosen = config.options or mode_options(mode)
+        how["options"] = {"post_grad_custom_pre_pass": SHARED_LAUNCHES, **chosen}
+    made = torch.compile(function, **how)
     if dynamic is None:
         return made
 

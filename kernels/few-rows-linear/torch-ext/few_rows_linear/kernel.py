@@ -30,11 +30,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .reference import check_all
+from .reference import MAX_WEIGHTS, check_all
 
 
 MAX_TOKENS = 64
-MAX_WEIGHTS = 16  # that share a launch
 NARROW = 16  # up to so many tokens the first tiling of a pair serves, beyond them the second
 _PROGRAMS = 264  # the rule's aim: two for each of 132 multiprocessors; a constant, as bits depend on the splits
 _AHEAD = 528  # programs that may be among the first to run; those after them have nothing to wait for
