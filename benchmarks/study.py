@@ -256,19 +256,29 @@ def batches(sequences: Sequences, args: argparse.Namespace) -> Iterator[dict[str
             number += 1
 
 
+def load_texts(args: argparse.Namespace) -> dict[str, Sequences]:
+    """
+    The texts by name. What the target answered and what people wrote to the same prompts are cut to equal length, so
+    that neither arm of the two sees its text more often.
+    """
+    given = {name: load_sequences(getattr(args, name), args.max_length) for name in TEXTS if getattr(args, name)}
+    pair = {name: np.cumsum([len(ids) for ids in given[name].ids]) for name in ("asked", "written") if name in given}
+    for name, ends in pair.items():
+        kept = int(np.searchsorted(ends, min(sums[-1] for sums in pair.values()), side="right"))
+        given[name] = given[name].pick(np.arange(max(1, kept)))
+    return given
+
+
 def train(
     arms: Sequence[Arm], target: PreTrainedModel, args: argparse.Namespace, begun: float, company: Company | None
 ) -> None:
     """Trains arms side by side and saves their drafters; in company all take as many steps."""
     if target.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64  # arms differ in more ways than the default allows for
-    basis = next(text for text in TEXTS if getattr(args, text))  # decides for all arms which tokens are drafted
-    first = load_sequences(getattr(args, basis), args.max_length)
-    names = [text for text in TEXTS if any(arm.text == text for arm in arms)]
-    texts = {
-        name: batches(first if name == basis else load_sequences(getattr(args, name), args.max_length), args)
-        for name in names
-    }
+    given = load_texts(args)
+    first = next(iter(given.values()))  # decides for all arms which tokens are drafted
+    names = [text for text in given if any(arm.text == text for arm in arms)]
+    texts = {name: batches(given[name], args) for name in names}
     learners = [Learner.of(arm, target, first, args) for arm in arms]
     layers = learners[0].drafter.config.target_layer_ids
     deadline, warm, step, tokens = begun + 60 * args.minutes, begun, 0, dict.fromkeys(names, 0)
@@ -306,6 +316,7 @@ def train(
         folder = args.out / "drafters" / learner.arm.name
         learner.drafter.to(torch.bfloat16).save_pretrained(folder)
         trained = {"steps": step, "tokens": tokens[learner.arm.text], "positions": int(learner.positions)}
+        trained["tokens_of_text"] = sum(map(len, given[learner.arm.text].ids))
         trained |= {"parameters": sum(p.numel() for p in learner.drafter.parameters())}
         trained |= dict(zip(PARTS, learner.parts.tolist(), strict=True))
         write_json(folder / "training.json", {**trained, "seconds_per_step_of_all": seconds / max(1, step - WARM)})

@@ -1,5 +1,6 @@
 """The study at a tiny size: arms that step together, results that stay, and pictures of them."""
 
+import argparse
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -112,3 +113,15 @@ def test_shares_are_fair():
     work = [sum(arm.cost for arm in group) for group in groups]
     assert max(work) < 1.3 * min(work)
     assert [len(group) for group in study.shares(study.ARMS[:2], 3)] == [1, 1, 0]
+
+
+def test_texts_to_the_same_prompts_are_of_equal_length(words, answers, tmp_path):
+    writer = AnswerWriter(tmp_path / "asked", {"target": "tiny"}, vocab_size=64)
+    for number in range(9):
+        writer.add(Answer(number, 0, answers.ids[number], int(answers.starts[number]), 0.0, "length"))
+    writer.flush()
+    folders = {name: [tmp_path / name] for name in ("answers", "asked", "written")}
+    given = study.load_texts(argparse.Namespace(**folders, max_length=640))
+    assert {name: len(text) for name, text in given.items()} == {"answers": len(answers), "asked": 9, "written": 9}
+    given = study.load_texts(argparse.Namespace(**folders | {"asked": None}, max_length=640))
+    assert {name: len(text) for name, text in given.items()} == {"answers": len(answers), "written": len(answers)}
