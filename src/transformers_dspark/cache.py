@@ -27,6 +27,12 @@ from .recurrent import RecurrentRows
 from .windows import WINDOW_KEYWORD, VerifyWindow
 
 
+_NO_WINDOW = (
+    f"A ragged cache needs the forward keyword `{WINDOW_KEYWORD}`: either none was passed, as in plain generation, or "
+    "this model does not hand its keywords on; then generate for one prompt at a time with dspark_loop='transformers'."
+)
+
+
 class RaggedLayer(CacheLayerMixin):
     """
     Keys and values of one layer, `(rows, key_value_heads, capacity, head_dim)`, allocated at the first update.
@@ -71,11 +77,7 @@ class RaggedLayer(CacheLayerMixin):
         """
         window = (kwargs.get("kwargs") or {}).get(WINDOW_KEYWORD)
         if window is None:
-            raise NotImplementedError(
-                f"A ragged cache needs the forward keyword `{WINDOW_KEYWORD}`: either none was passed, as in plain "
-                "generation, or this model does not hand its keywords on; then generate for one prompt at a time with "
-                "dspark_loop='transformers'."
-            )
+            raise NotImplementedError(_NO_WINDOW)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None  # for the type checker
@@ -186,6 +188,10 @@ class RaggedCache(Cache):
     def is_of(self, target: PreTrainedModel, drafter: DSparkDrafter) -> bool:
         """Whether it holds states of this target, and of a drafter configured like this one."""
         return self._target() is target and self._drafter_config == drafter.config
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """Not kept here: in a packed forward, layers with a recurrent state are given caches of their own."""
+        raise NotImplementedError(_NO_WINDOW)
 
     @property
     def lengths(self) -> list[int]:

@@ -85,7 +85,8 @@ def batched_decoding(
     if generation_config.output_attentions:
         raise NotImplementedError(
             "output_attentions=True is not possible in the batched loop, whose attention keeps no weights: leave it "
-            "out, or generate for one prompt at a time with dspark_loop='transformers'."
+            "out, or generate without the drafter, or, if no layer keeps a recurrent state, for one prompt at a time "
+            "with dspark_loop='transformers'."
         )
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(f"A streamer shows one text, and this call has {input_ids.shape[0]}: leave it out.")

@@ -199,6 +199,13 @@ def test_a_later_turn(lab, kind, kept):
     )
 
 
+def test_plain_generation_refuses_the_cache(lab):
+    target, (ids, _) = lab.target("qwen3.5"), ragged(1)
+    cache = target.generate(ids, assistant_model=lab.drafter(), return_dict_in_generate=True, **GREEDY).cache
+    with pytest.raises(NotImplementedError, match="none was passed, as in plain generation"):
+        target.generate(ids, cache=cache, **GREEDY)
+
+
 def test_padding_inside_a_text_is_skipped(lab):
     target, (ids, _) = lab.target("qwen3.5"), ragged(1)
     plain = target.generate(ids, **GREEDY)

@@ -65,8 +65,8 @@ class BatchInputs:
         known = inspect.signature(target.forward).parameters.keys() - _HANDLED
         if others := sorted(n for n in known if isinstance(model_kwargs.get(n), torch.Tensor)):
             raise NotImplementedError(
-                f"The batched loop reads text only, and was given {', '.join(others)}: generate for one prompt at a "
-                "time with dspark_loop='transformers', or without the drafter."
+                f"The batched loop reads text only, and was given {', '.join(others)}: generate without the drafter, "
+                "or, if no layer keeps a recurrent state, for one prompt at a time with dspark_loop='transformers'."
             )
         if input_ids.numel() == 0:
             raise ValueError("The batch is empty: give at least one prompt of at least one token.")
