@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from . import ragged_ops
+from ._compat import mark_size
 from .compressed import CompressedRows, compressing
 from .mixers import RECURRENT_KINDS, missing_mixers, mixers
 from .modeling_dspark import DSparkDrafter
@@ -234,6 +235,7 @@ class RaggedCache(Cache):
     def take(self, counts: torch.Tensor) -> None:
         """On the device, moves recurrent states on by the first `(rows,)` tokens of the latest step."""
         if isinstance(self.recurrent, RecurrentRows):
+            mark_size(counts, 0)
             self.recurrent.take(counts)
 
     def advance(self, row: int, count: int) -> None:

@@ -29,6 +29,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
+from ._compat import mark_size
 from .lending import Lender, lend_forward, lent_forwards
 from .mixers import (
     STATES,
@@ -212,9 +213,16 @@ class MixerRows:
         assert self._inputs is not None  # for the type checker
         return self._inputs
 
-    def open_window(self) -> None:
-        """States stay as they are until [`~MixerRows.take`]."""
-        self._window = WindowLayer({name: state[0] for (name, _), state in self._states.items()})
+    def open_window(self, rows: int) -> None:
+        """The states of the first rows stay as they are until [`~MixerRows.take`]."""
+        self._window = WindowLayer({name: state[0, :rows] for (name, _), state in self._states.items()})
+        self.mark_rows()
+
+    def mark_rows(self) -> None:
+        """Tells the compiler which tensors of the window have sizes that change."""
+        assert self._window is not None  # for the type checker
+        for tensor in self._window.tensors():
+            mark_size(tensor, 0)
 
     def step(self, window: VerifyWindow, hidden: torch.Tensor, named: dict[str, Any]) -> Mixed:
         """
@@ -235,7 +243,7 @@ class MixerRows:
         return map_mixed(lambda states: states[owners, window.offsets][None], mixed)
 
     def take(self, counts: torch.Tensor) -> None:
-        """Moves the states of the first rows on by `(rows,)` tokens of the latest step."""
+        """Moves the states of the window's rows on by `(rows,)` tokens of the latest step."""
         assert self._window is not None  # for the type checker
         self._window.take(counts)
         self._window = None
@@ -317,16 +325,18 @@ class RecurrentRows:
         Then [`~RecurrentRows.take`] moves them on.
         """
         for layer in self._layers.values():
-            layer.open_window()
+            layer.open_window(window.spans.shape[1] - 1)
         self._window = window
         try:
             with lent_forwards(self._forwards):
                 yield
         finally:
             self._window = None
+        for layer in self._layers.values():
+            layer.mark_rows()
 
     def take(self, counts: torch.Tensor) -> None:
-        """Moves the states of the first rows on by `(rows,)` tokens of the latest step."""
+        """Moves the states of the window's rows on by `(rows,)` tokens of the latest step."""
         for layer in self._layers.values():
             layer.take(counts)
 

@@ -70,7 +70,7 @@ def gated_delta_rule(
         value (`torch.Tensor` of shape `(rows, width, heads, value_dim)`): The same.
         g (`torch.Tensor` of shape `(rows, width, heads)` or `(rows, width, heads, key_dim)`): Logarithms of decays.
         beta (`torch.Tensor` of shape `(rows, width, heads)`): Strength of each update.
-        initial_state (`torch.Tensor` of shape `(rows or more, heads, key_dim, value_dim)`): Before the window.
+        initial_state (`torch.Tensor` of shape `(rows, heads, key_dim, value_dim)`): Before the window.
         use_qk_l2norm_in_kernel (`bool`): Queries and keys are brought to length 1.
 
     Returns:
@@ -87,7 +87,7 @@ def gated_delta_rule(
     decay = (g if g.dim() == 4 else g[..., None]).cumsum(dim=2)
     width, beta = key.shape[2], beta[..., None]
     read = torch.cat((query, key), dim=2) * torch.cat((decay, decay), dim=2).exp()
-    queried, recalled = (read @ initial_state[: len(key)].float()).split(width, dim=2)
+    queried, recalled = (read @ initial_state.float()).split(width, dim=2)
     between = _between(decay)
     # the diagonal and what lies above it are not read
     system = beta * _products(key, key, between)
@@ -116,7 +116,7 @@ def mamba2(
         A (`torch.Tensor` of shape `(heads,)`): Logarithm of the decay in a unit of time.
         B, C (`torch.Tensor` of shape `(rows, width, groups, state_dim)`): Where inputs go, and what is read.
         D, dt_bias (`torch.Tensor` of shape `(heads,)`): Share of the input in the output; added to time steps.
-        initial_states (`torch.Tensor` of shape `(rows or more, heads, head_dim, state_dim)`): Before the window.
+        initial_states (`torch.Tensor` of shape `(rows, heads, head_dim, state_dim)`): Before the window.
 
     Returns:
         `tuple[torch.Tensor, StatesBehind]`: Outputs `(rows, width, heads, head_dim)`, and the states.
@@ -126,7 +126,7 @@ def mamba2(
     groups = hidden_states.shape[2] // B.shape[2]
     right, query = (x.repeat_interleave(groups, dim=2).transpose(1, 2).float() for x in (B, C))
     left = (hidden_states * steps[..., None]).transpose(1, 2)
-    read = (query * decay.exp()) @ initial_states[: len(query)].float().mT
+    read = (query * decay.exp()) @ initial_states.float().mT
     mixed = (read + _products(query, right, _between(decay)) @ left).transpose(1, 2) + D[:, None] * hidden_states
     return mixed.to(hidden_states.dtype).contiguous(), StatesBehind(decay, left, right)
 

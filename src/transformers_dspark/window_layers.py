@@ -8,7 +8,7 @@ told apart by the function that a mixer calls for several tokens; in its place i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,8 +28,7 @@ class WindowLayer(LinearAttentionLayer):
     A layer of a cache over states that stay as they are while a mixer reads a window, one of each kind at most.
 
     Args:
-        states (`Mapping[str, torch.Tensor]`): Of kinds `conv_states` and `recurrent_states`, `(rows, ...)` each. A
-            window may have fewer rows.
+        states (`Mapping[str, torch.Tensor]`): Of kinds `conv_states` and `recurrent_states`, `(rows, ...)` each.
     """
 
     def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
@@ -43,7 +42,7 @@ class WindowLayer(LinearAttentionLayer):
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         before = self.conv_states[state_idx]
         assert before is not None  # for the type checker
-        self._inputs = torch.cat((before[: len(conv_states)], conv_states), dim=-1)
+        self._inputs = torch.cat((before, conv_states), dim=-1)
         return self._inputs
 
     def update_recurrent_state(  # what our scans return for a state
@@ -53,15 +52,21 @@ class WindowLayer(LinearAttentionLayer):
         return recurrent_states
 
     def take(self, counts: torch.Tensor) -> None:
-        """Moves the states of the window's rows on by its first `(rows,)` tokens, in place, and forgets the rest."""
+        """Moves the states on by the first `(rows,)` tokens of the window, in place, and forgets the rest."""
         state, inputs = self.conv_states[0], self._inputs
         if state is not None and inputs is not None:
             columns = counts[:, None, None] + torch.arange(state.shape[-1], device=state.device)
-            state[: len(counts)] = inputs.gather(2, columns.expand(-1, state.shape[1], -1))
+            state.copy_(inputs.gather(2, columns.expand(-1, state.shape[1], -1)))
         state = self.recurrent_states[0]
         if state is not None and self._behind is not None:
-            self._behind.take(state[: len(counts)], counts)
+            self._behind.take(state, counts)
         self._inputs = self._behind = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that have as many rows as the window."""
+        for tensor in (self.conv_states[0], self.recurrent_states[0], self._inputs, *(self._behind or ())):
+            if tensor is not None:
+                yield tensor
 
 
 def windowed(mixer: nn.Module) -> Callable[..., Any]:

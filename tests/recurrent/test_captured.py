@@ -17,7 +17,7 @@ from tests.batch.test_turns import padded, second_turn
 from transformers_dspark import captured, captured_loop, decoding, ragged_ops
 from transformers_dspark.graphs import Graph
 from transformers_dspark.mixers import mixers
-from transformers_dspark.quicker import COMPILED, COMPILED_OF_STATES
+from transformers_dspark.quicker import COMPILED
 from transformers_dspark.window_layers import missing_windows
 
 from .families import RECURRENT
@@ -245,4 +245,4 @@ def test_compiled_once(lab, kind, monkeypatch):
         plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)
         ours = play(target, drafter, ids, mask, max_new_tokens=12, compile_config=compiling)
         assert torch.equal(ours.sequences, plain)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + len(COMPILED) + len(COMPILED_OF_STATES)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 + len(COMPILED)  # the step; the states
