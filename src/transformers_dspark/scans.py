@@ -1,10 +1,10 @@
 """
-Recurrences over a short window, with the states behind each of its tokens.
+Recurrences and convolutions over a short window, with the states behind each of its tokens.
 
-The forms that models bring give the state behind the last token only. But every state on the way is that before the
-window, decayed, and products of a few vectors added: `S_n = e^(d_n) S_0 + sum over i < n of e^(d_n - d_i) l_i r_i^T`.
-The vectors do not depend on what follows them, so they are kept until it is known how many tokens stay, and that many
-are added.
+The forms of recurrences that models bring give the state behind the last token only. But every state on the way is
+that before the window, decayed, and products of a few vectors added: `S_n = e^(d_n) S_0 + sum over i < n of
+e^(d_n - d_i) l_i r_i^T`. The vectors do not depend on what follows them, so they are kept until it is known how many
+tokens stay, and that many are added.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 
 
 class StatesBehind(NamedTuple):
@@ -131,6 +132,35 @@ def mamba2(
     return mixed.to(hidden_states.dtype).contiguous(), StatesBehind(decay, left, right)
 
 
+def convolution(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """
+    A causal convolution of channels over a window and what comes before it. As sums of products it is compiled for any
+    number of rows, where libraries choose an algorithm by that number.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `(rows, channels, kernel + width)`): The tokens of a window behind
+            `kernel` earlier ones.
+        weight (`torch.Tensor` of shape `(channels, kernel)`): Of each channel.
+        bias (`torch.Tensor` of shape `(channels,)`, *optional*): The same.
+        activation (`str`, *optional*): Name of what is applied to its outputs.
+
+    Returns:
+        `torch.Tensor` of shape `(rows, channels, width + 1)`: That of the last token before the window comes first.
+    """
+    columns = hidden_states.float().unfold(2, weight.shape[1], 1)
+    mixed = (columns * weight.float()[:, None]).sum(dim=3)
+    if bias is not None:
+        mixed = mixed + bias.float()[:, None]
+    mixed = mixed.to(hidden_states.dtype)
+    return mixed if activation is None else ACT2FN[activation](mixed)
+
+
 def _between(decay: torch.Tensor) -> torch.Tensor:
     """`(..., width, width, 1 or channels)` decays from each token to each later one; 0 for earlier ones."""
     width = decay.shape[-2]
@@ -147,6 +177,7 @@ def _products(left: torch.Tensor, right: torch.Tensor, between: torch.Tensor) ->
 
 
 # by the names of what stands in the modules of models, and is called for several tokens at once
+CONVOLUTIONS = {"causal_conv1d_fn": convolution}
 SCANS = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": gated_delta_rule,
@@ -154,4 +185,4 @@ SCANS = {
 }
 
 
-__all__ = ["SCANS", "StatesBehind", "gated_delta_rule", "mamba2"]
+__all__ = ["CONVOLUTIONS", "SCANS", "StatesBehind", "convolution", "gated_delta_rule", "mamba2"]

@@ -2,7 +2,8 @@
 Mixers that read a whole window in one call of fixed shape, and show their states behind each of its tokens.
 
 A convolution's states are a few inputs, so those behind a token are a slice of all that it has read. Recurrences are
-told apart by the function that a mixer calls for several tokens; in its place its own code calls one of `scans`.
+told apart by the function that a mixer calls for several tokens. In the place of both, the mixer's own code calls
+functions of `scans`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ._compat import rebind
 from .mixers import STATES, call_mixer, mixers, names_used, one_by_one, one_of_each, relative_gap
-from .scans import SCANS, StatesBehind
+from .scans import CONVOLUTIONS, SCANS, StatesBehind
 
 
 class WindowLayer(LinearAttentionLayer):
@@ -71,9 +72,9 @@ class WindowLayer(LinearAttentionLayer):
 
 def windowed(mixer: nn.Module) -> Callable[..., Any]:
     """A mixer's `forward` over a [`WindowLayer`]."""
-    forward = type(mixer).forward
-    names = SCANS.keys() & set(inspect.unwrap(forward).__code__.co_names)
-    return partial(rebind(forward, **{name: SCANS[name] for name in names}), mixer)
+    forward, known = type(mixer).forward, {**CONVOLUTIONS, **SCANS}
+    names = known.keys() & set(inspect.unwrap(forward).__code__.co_names)
+    return partial(rebind(forward, **{name: known[name] for name in names}), mixer)
 
 
 def missing_windows(target: PreTrainedModel) -> str | None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from transformers_dspark.scans import gated_delta_rule, mamba2
+from transformers_dspark.scans import convolution, gated_delta_rule, mamba2
 
 
 ROWS, HEADS, LEFT, RIGHT = 3, 4, 8, 6
@@ -70,6 +70,15 @@ def test_mamba2(width):
         after.append(state)
     torch.testing.assert_close(found, torch.stack(outputs, dim=1), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(behind_each(before, states, width), torch.stack(after), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_convolution(biased):
+    inputs, weight, bias = noise(ROWS, 8, 4 + 5), noise(8, 4), noise(8) if biased else None
+    expected = torch.nn.functional.silu(torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=8))
+    found = convolution(inputs, weight=weight, bias=bias, activation="silu")
+    torch.testing.assert_close(found, expected)
+    assert found.shape[2] == 1 + 5
 
 
 def test_rows_move_on_by_numbers_of_their_own():
