@@ -60,7 +60,8 @@ class Outlook:
         Args:
             drafts (`np.ndarray`): Drafts of a row that are sent, on average over the rows, in 0..`width`.
         """
-        return np.interp(drafts, self._grid, self._curve) * (self._accepted / self._promised)
+        promised = np.interp(drafts, self._grid, self._curve)
+        return np.minimum(drafts, promised * (self._accepted / max(self._promised, 1e-9)))
 
     def learn(self, sent: np.ndarray, accepted: np.ndarray, confidence: np.ndarray | None, rare: bool = False) -> None:
         """
@@ -113,7 +114,6 @@ class SizeChoice:
 
     def __init__(self, margin: float = 0.02, tuition: float = 0.003) -> None:
         self.margin, self.tuition = margin, tuition
-        self.retries = 0
         self._held: float | None = None  # tokens of a row that are sent; None before the first choice
         self._saved = 0.0  # seconds that may be lost
 
@@ -135,7 +135,7 @@ class SizeChoice:
         if first:
             held = len(totals) - 1 if best else 0
         else:
-            held = min(int(totals.searchsorted(self._held * totals[0])), len(totals) - 1)
+            held = min(int(totals.searchsorted(self._held * totals[0] - 0.5)), len(totals) - 1)
         if first or rates[best] <= rates[held] * (1 + self.margin):
             best = held
         self._hold(best, totals)
@@ -148,7 +148,6 @@ class SizeChoice:
         if losses[least] > self._saved and not first:
             return 0, False
         self._saved = max(0.0, self._saved - max(0.0, losses[least]))
-        self.retries += not first
         return 1 + least, True
 
     def _hold(self, index: int, totals: np.ndarray) -> int:

@@ -99,7 +99,8 @@ KNOWN = {
     "every tier, all too quick": lambda machine, rows: machine.table(rows, tiers(rows, WIDTH), bias=0.92),
 }
 CASES = [
-    *((rows, tile, "every tier") for rows in (1, 8, 32, 64, 128, 256) for tile in (1, 128)),
+    *((rows, 1, "every tier") for rows in (1, 8, 32, 64, 128, 256)),
+    *((rows, 128, "every tier") for rows in (32, 64)),
     *((rows, 1, known) for rows in (32, 128) for known in list(KNOWN)[1:]),
 ]
 
@@ -138,7 +139,7 @@ def test_a_drafter_that_fails_is_tried_at_a_bounded_loss_and_one_that_recovers_r
     plain = sum(machine.round(rows, rows, context) for _, _, context, _, _ in played[100:])
     assert sum(seconds for seconds, *_ in played[100:]) < 1.004 * plain
     assert 0 < schedule.figures["retries"] <= rounds * rows // 50
-    assert schedule.figures["skipped_rounds"] > rounds - 30
+    assert schedule.figures["skipped_rounds"] > rounds - 25
     played = play(schedule, machine, rows, *(0 * unsure + 0.95, nothing + WIDTH), 600, knows)
     assert [total > rows for *_, total, _ in played[-20:]] == [True] * 20
 
