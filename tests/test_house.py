@@ -58,7 +58,7 @@ LADDER = [
     "processors",
     "batch",
     "static_round",
-    "shared_linears",
+    "linear_ops",
     "quicker",
     "captured",
     "captured_loop",

@@ -155,7 +155,7 @@ def mark_size(tensor: Any, dimension: int) -> None:
 def graph_pass(change: Callable[[Any], None], source: Path) -> Any:
     """
     A rewriting of graphs as PyTorch's Inductor takes it, known to its cache by the file that it stands in, for
-    `shared_linears`. Documented, in a module whose name begins with an underscore.
+    `linear_ops`. Documented, in a module whose name begins with an underscore.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 

@@ -74,7 +74,7 @@ def _compiled(function: Callable[..., Any], config: CompileConfig, dynamic: bool
     if config.backend != "inductor":
         how |= {"options": config.options} if config.options else {"mode": mode}
     else:
-        from .shared_linears import SHARED_LAUNCHES
+        from .linear_ops import SHARED_LAUNCHES
 
         chosen = config.options or mode_options(mode)
         how["options"] = {"post_grad_custom_pre_pass": SHARED_LAUNCHES, **chosen}
@@ -110,9 +110,9 @@ def _is_served(layer: nn.Module) -> bool:
 
 
 def _few_rows(layer: nn.Linear, states: torch.Tensor) -> torch.Tensor:
-    from .kernels.few_rows_linear import few_rows_linear_op
+    from .linear_ops import few_rows_linear
 
-    return few_rows_linear_op(states, layer.weight, layer.bias)
+    return few_rows_linear(states, layer.weight, layer.bias)
 
 
 __all__ = ["Quicker"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from . import ragged_ops
 from .backbone_dspark import DSparkContext, KeysValues
 from .modeling_dspark import DSparkDrafter
 from .windows import VerifyWindow
@@ -74,8 +75,8 @@ class RaggedContext(DSparkContext):
         window = window.to(drafter.device)
         position_ids = position_ids.to(drafter.device)
         for layer, pair in enumerate(drafter.context_keys_values(taps, position_ids)):
-            for buffer, new in zip(self._buffer(layer, *pair), pair, strict=True):
-                buffer[window.rows, :, window.columns] = new[0].transpose(0, 1)
+            keys, values = (new[0].transpose(0, 1) for new in pair)
+            ragged_ops.write(keys, values, *self._buffer(layer, *pair), window.places)
         self._places[window.rows, window.columns] = position_ids[0]
 
     def stage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:

@@ -279,8 +279,9 @@ class StaticRound:
     def _judge(self, scores: torch.Tensor, places: torch.Tensor, drafts: Drafts, sent: torch.Tensor) -> Verdict:
         """Accepts or replaces drafts by packed `(total, vocab)` scores; `places` has those of each row's tokens."""
         if not self._sampling:
-            verdict = accept_greedy(scores.argmax(dim=-1)[places], drafts.tokens, sent)
-            best = scores.amax(dim=-1)[places].gather(1, verdict.accepted[:, None]).squeeze(1)
+            ids = scores.argmax(dim=-1)
+            verdict = accept_greedy(ids[places], drafts.tokens, sent)
+            best = scores.gather(1, ids[:, None])[places, 0].gather(1, verdict.accepted[:, None]).squeeze(1)
             return verdict._replace(bonus=torch.where(best > float("-inf"), verdict.bonus, self._vocabulary))
         width = drafts.tokens.shape[1]
         probs = scores.new_zeros(len(sent), width, self._vocabulary) if drafts.probs is None else drafts.probs

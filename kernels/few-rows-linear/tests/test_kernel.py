@@ -157,19 +157,19 @@ def test_low_precision_errs_at_most_twice_as_much_as_pytorch(dtype, tokens):
 
 @on_gpu
 def test_a_captured_graph_replays_it():
-    from few_rows_linear import few_rows_linear_op
+    from few_rows_linear import few_rows_linear
 
     states, weight = normal(8, 4096, dtype=torch.bfloat16), normal(1024, 4096, dtype=torch.bfloat16)
-    few_rows_linear_op(states, weight)
+    few_rows_linear(states, weight)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        once = few_rows_linear_op(states, weight)
-        twice = few_rows_linear_op(once.repeat(1, 4), weight)
+        once = few_rows_linear(states, weight)
+        twice = few_rows_linear(once.repeat(1, 4), weight)
     states.copy_(states.flip(0))
     graph.replay()
-    expected = few_rows_linear_op(states, weight)
+    expected = few_rows_linear(states, weight)
     assert torch.equal(once, expected)
-    assert torch.equal(twice, few_rows_linear_op(expected.repeat(1, 4), weight))
+    assert torch.equal(twice, few_rows_linear(expected.repeat(1, 4), weight))
 
 
 def test_tuned_constants_keep_bits_and_fit():

@@ -115,11 +115,10 @@ class RowDrafting:
             scores = pad_vocabulary(logits.to(text.device, torch.float32), vocabulary)
             room = (ends + k).clamp(max=last + 1)
             scores = self._processors.drafted(text, rows, room, scores.clone(), lambda: going(k))
-            some = torch.isfinite(scores.amax(dim=-1))  # NaN and +inf show up there as well
+            ids = scores.argmax(dim=-1)
+            some = torch.isfinite(scores.gather(1, ids[:, None]).squeeze(1))  # NaN and +inf show up there as well
             drawable.append(some)
-            if drawn is None:
-                ids = scores.argmax(dim=-1)
-            else:
+            if drawn is not None:
                 scores = scores.softmax(dim=-1)
                 ids = draw(scores, drawn[:, k])
             ids = torch.where(some, ids, 0)

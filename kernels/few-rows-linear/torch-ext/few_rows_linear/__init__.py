@@ -11,10 +11,6 @@ def __getattr__(name: str) -> Any:
         from . import kernel
 
         return getattr(kernel, name)
-    if name in ("few_rows_linear_op", "few_rows_linears_op"):  # registered when first asked for
-        from . import op
-
-        return getattr(op, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -24,8 +20,6 @@ __all__ = [
     "Tiling",
     "default_tilings",
     "few_rows_linear",
-    "few_rows_linear_op",
     "few_rows_linear_reference",
     "few_rows_linears",
-    "few_rows_linears_op",
 ]
