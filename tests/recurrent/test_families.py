@@ -57,13 +57,26 @@ def test_bytes_of_states_count(lab):
     assert cache.nbytes > cache.recurrent.nbytes + cache.context.nbytes > cache.recurrent.nbytes
 
 
-@pytest.mark.parametrize("kind", ["qwen3.5-multimodal", "lfm2", "zamba2"])
+EXACT = ("qwen3.5-multimodal", "lfm2", "zamba2")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in EXACT else pytest.param(kind, marks=pytest.mark.slow) for kind in RECURRENT]
+)
 def test_states_equal_plain_decoding(kind):
-    """However far a row has gone, its states are those of plain decoding, one token at a time."""
+    """
+    However far a row has gone, its states are those of plain decoding, one token at a time. In float64: in float32 a
+    layer's rounding grows in those behind it, to 1e-4 of a state.
+    """
     figures = sweep_in_double(kind, {3: 3})
     assert figures["other_tokens"] == 0
     assert figures["states"] > 50
-    assert figures["largest_gap"] < 1e-10 < 1e-2 < figures["smallest_gap_of_a_token"]
+    assert figures["largest_gap"] < 1e-10
+    if kind != "zaya":  # whose states are the latest tokens, which may be equal
+        assert figures["smallest_gap_of_a_token"] > 1e-2
+
+
+TIGHT = ("lfm2", "mamba2", "falcon-h1", "granite-hybrid")  # in float32 as well
 
 
 @pytest.mark.slow
@@ -71,7 +84,7 @@ def test_states_equal_plain_decoding(kind):
 def test_hundred_prompts(lab, kind):
     figures = sweep(lab, kind, {1: 100, 5: 100}, compared=5)
     assert figures["other_tokens"] == 0
-    assert figures["largest_gap"] < 1e-3
+    assert figures["largest_gap"] < (1e-5 if kind in TIGHT else 1e-3)
     assert figures["rejected_slots"] == {str(block): list(range(block)) for block in range(1, 9)}
 
 
