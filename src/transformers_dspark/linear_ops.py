@@ -86,9 +86,9 @@ def few_rows_linears(
 
 @few_rows_linears.register_kernel("cpu")
 def _one_by_one(states: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [
-        F.linear(states, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)
-    ]
+    if not biases:
+        return [F.linear(states, weight) for weight in weights]
+    return [F.linear(states, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 @few_rows_linears.register_fake

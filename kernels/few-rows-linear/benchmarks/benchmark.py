@@ -38,9 +38,12 @@ from few_rows_linear.kernel import NARROW, tilings_for
 SHAPES = {
     (4096, 4096): "q, o",
     (1024, 4096): "k, v",
+    (6144, 4096): "q, k and v together",
     (12288, 4096): "gate, up",
+    (24576, 4096): "gate and up together",
     (4096, 12288): "down",
     (4096, 20480): "drafter fc",
+    (10240, 4096): "k and v of five drafter layers together",
     (151936, 256): "Markov head",
     (151936, 4096): "head",
 }
