@@ -98,10 +98,13 @@ def _tried(mixer: nn.Module, size: int, dtype: torch.dtype) -> bool | str:
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
             _known[mixer] = f"reads more than the states before it ({type(error).__name__}: {error})"
         else:
-            # bounds of a time step: forms that read several tokens heed them, those that read one do not
-            bounded = tuple(getattr(mixer, "time_step_limit", None) or (0.0, float("inf"))) != (0.0, float("inf"))
-            _known[mixer] = bounded or not gap <= (1e-3 if dtype == torch.float32 else 0.1)
+            _known[mixer] = heeds_bounds(mixer) or not gap <= (1e-3 if dtype == torch.float32 else 0.1)
     return _known[mixer]
+
+
+def heeds_bounds(mixer: nn.Module) -> bool:
+    """Whether time steps have bounds, which are heeded where several tokens are read, and not where one is."""
+    return tuple(getattr(mixer, "time_step_limit", None) or (0.0, float("inf"))) != (0.0, float("inf"))
 
 
 def call_mixer(
@@ -176,6 +179,7 @@ __all__ = [
     "STATES",
     "Mixed",
     "call_mixer",
+    "heeds_bounds",
     "map_mixed",
     "missing_mixers",
     "mixer_arguments",

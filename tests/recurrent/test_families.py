@@ -230,6 +230,16 @@ def test_padding_inside_a_text_is_skipped(lab):
     assert torch.equal(ours[:, apart.shape[1] :], plain[:, ids.shape[1] :])
 
 
+def test_a_later_turn_where_prompts_are_computed_otherwise(lab):
+    """Zamba2 heeds bounds of time steps in a prompt only, and the first turn's tokens are now part of one."""
+    target, (ids, _) = lab.target("zamba2"), ragged(1)
+    short = GREEDY | {"max_new_tokens": 12}
+    first = target.generate(ids, assistant_model=lab.drafter(), return_dict_in_generate=True, **short)
+    more = torch.cat((first.sequences, torch.tensor([[9, 8, 7]])), dim=1)
+    plain = target.generate(more, **short)
+    assert torch.equal(plain, target.generate(more, assistant_model=lab.drafter(), cache=first.cache, **short))
+
+
 def test_hidden_states_and_processors(lab):
     plain, ours = plain_and_ours(
         lab,

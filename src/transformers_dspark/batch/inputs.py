@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from .._compat import MASK_LENGTH
 from ..cache import RaggedCache
+from ..mixers import heeds_bounds, mixers
 from ..modeling_dspark import DSparkDrafter
 
 
@@ -126,13 +127,14 @@ def _continued(
             f"The cache holds {len(given.ids)} texts, and this call has {len(ids)}: they must be the same."
         )
     given.rearrange(range(len(ids)), max(capacity, given.context.capacity))
+    anew = any(map(heeds_bounds, mixers(target).values()))  # a prompt's states are others than those of written tokens
     for row, (old, new) in enumerate(zip(given.ids, ids, strict=True)):
         # at least the last token is read again: its logits choose the next one
         most = min(given.lengths[row], len(new) - 1)
         same = old[:most] == new[:most].to(old.device)
         places = given.context.positions[row, :most]
         same &= (places == positions[row][:most].to(places.device)).to(same.device)
-        given.cut(row, int(same.long().cumprod(dim=0).sum()))
+        given.cut(row, 0 if anew else int(same.long().cumprod(dim=0).sum()))
     given.ids = []  # until this call has ended
     return given
 
