@@ -5,10 +5,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 from transformers.utils import ModelOutput
 
-from transformers_dspark.target import TargetTaps, few_rows_linears
+from transformers_dspark.target import TargetTaps, few_rows_linears, learned_positions
 
 
 @pytest.fixture
@@ -96,3 +105,24 @@ def test_several_states_a_token(target):
     taps = TargetTaps(target, [0])
     with pytest.raises(NotImplementedError, match="one state a token"):
         taps.read(ModelOutput(hidden_states=(torch.zeros(2, 1, 4, 32),) * 2), torch.device("cpu"), torch.float32)
+
+
+def test_tables_of_positions_end_and_nothing_else_does(target):
+    """OPT's table has two lines in front of its first position; Nemotron-H has neither a table nor angles."""
+    small = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    opt = OPTForCausalLM(OPTConfig(**small, ffn_dim=32, word_embed_proj_dim=32, max_position_embeddings=48))
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=48))
+    hybrid = NemotronHForCausalLM(
+        NemotronHConfig(
+            **small,
+            head_dim=8,
+            num_key_value_heads=2,
+            layers_block_type=["attention"],
+            mamba_num_heads=8,
+            mamba_head_dim=8,
+            ssm_state_size=8,
+            n_groups=1,
+            max_position_embeddings=64,  # as many as there are tokens
+        )
+    )
+    assert [learned_positions(one) for one in (opt, gpt2, hybrid, target)] == [48, 48, None, None]
