@@ -184,6 +184,7 @@ class CapturedRounds:
         Raises:
             CaptureError: something in the models cannot be captured or compiled.
         """
+        total = max(total, 2)  # for a single token everything would be compiled once more
         key = (rows, total, drafting, processors.signature, frozenset(eos_ids), vocabulary, sampling)
         if key not in self._graphs:
             logger.info(f"DSpark captures rounds of {rows} rows and {total} tokens.")
