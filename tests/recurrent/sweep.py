@@ -170,8 +170,8 @@ def sweep(
 
     Returns:
         `dict`: Counts; slots by block at which drafts were rejected; and gaps of states: the largest to plain
-            decoding's; the smallest to those of plain decoding one token earlier; the largest of plain decoding to one
-            reading of the same text.
+            decoding's; the smallest to those of plain decoding one token earlier, which is 0 where a text repeats
+            itself; the largest of plain decoding to one reading of the same text.
     """
     target, largest = lab.target(kind), 8
     figures = (

@@ -72,7 +72,7 @@ def test_states_equal_plain_decoding(kind):
     assert figures["other_tokens"] == 0
     assert figures["states"] > 50
     assert figures["largest_gap"] < 1e-10
-    if kind != "zaya":  # whose states are the latest tokens, which may be equal
+    if kind in EXACT:  # elsewhere a text may repeat one token, and its states with it
         assert figures["smallest_gap_of_a_token"] > 1e-2
 
 
