@@ -273,7 +273,8 @@ def few_rows_linears(
     tokens = flat.shape[0]
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"{tokens} tokens: this kernel takes 1 to {MAX_TOKENS}; use torch.nn.functional.linear.")
-    overlaps = states.is_cuda and torch.cuda.get_device_capability(states.device)[0] >= 9
+    nvidia = states.is_cuda and torch.version.hip is None
+    overlaps = nvidia and torch.cuda.get_device_capability(states.device)[0] >= 9
     early = overlaps if early is None else early
     item_size = states.element_size()
     tiling = (tilings or tilings_for(total, size, item_size))[tokens > NARROW]

@@ -13,7 +13,10 @@ A verify step brings few queries and reads many keys, so the bytes of the cache 
 The entries before a row's window are split evenly; the last split takes the window's own along. How many splits there
 are follows from the row's own number of entries n and from constants alone, about sqrt(n / unit): so a row's bits
 depend neither on the other rows nor on the room that the launch provides, and what the splits write and read again
-stays small beside the keys. A row of one split needs no second kernel.
+stays small beside the keys. A row of one split needs no second kernel. Tokens of no row get zeros.
+
+On devices that let a kernel begin before its predecessor has ended, each is launched early and waits before it reads
+anything, which hides the time of the launch.
 
 The constants of a launch are chosen by shape, never by timing at run time, see [`Tiling`].
 
@@ -26,6 +29,7 @@ from typing import NamedTuple, Optional
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 class Tiling(NamedTuple):
@@ -51,6 +55,12 @@ def default_tiling(group: int, head_bytes: int) -> Tiling:
     tokens = 8 if group <= 8 else 1  # of a window, in one tile
     block_m = max(16, triton.next_power_of_2(tokens * group))
     return Tiling(block_m, 64, 64, 4, 4) if head_bytes <= 256 else Tiling(block_m, 32)
+
+
+def begins_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one in front of it has ended."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @triton.jit
@@ -126,9 +136,11 @@ def _partial(
     vc_row,
     vc_head,
     vc_entry,
+    total_tokens,
     heads,
     token_blocks,
     splits,
+    early: tl.constexpr,
     causal: tl.constexpr,
     has_sliding: tl.constexpr,
     has_softcap: tl.constexpr,
@@ -143,9 +155,21 @@ def _partial(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0) // token_blocks
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    m = tl.arange(0, BLOCK_M)
+    e = tl.arange(0, BLOCK_E)
+    in_e = e < value_dim
+    if split == 0:
+        behind = tl.load(offsets + tl.num_programs(0) // token_blocks).to(tl.int32)  # the last window
+        nothing = tl.zeros([BLOCK_M, BLOCK_E], out.dtype.element_ty)
+        for at in range(behind + tl.program_id(0), total_tokens, tl.num_programs(0)):
+            to = (m.to(tl.int64) + at * heads + kv_head * group)[:, None] * value_dim + e[None, :]
+            tl.store(out + to, nothing, mask=(m < group)[:, None] & in_e[None, :])
     tokens: tl.constexpr = BLOCK_M // group
     first = (tl.program_id(0) % token_blocks) * tokens
     begin, width, length, oldest = _row(lengths, offsets, row, sliding, has_sliding)
@@ -156,15 +180,12 @@ def _partial(
     if split >= count:
         return
 
-    m = tl.arange(0, BLOCK_M)
     token = first + m // group  # in the window
     head = kv_head * group + m % group
     valid = (m < tokens * group) & (token < width)
     d = tl.arange(0, BLOCK_D)
-    e = tl.arange(0, BLOCK_E)
     n = tl.arange(0, BLOCK_N)
     in_d = d < head_dim
-    in_e = e < value_dim
     packed = (begin + token).to(tl.int64)
     q = tl.load(
         query + packed[:, None] * q_token + head[:, None] * q_head + d[None, :],
@@ -230,6 +251,7 @@ def _combine(
     heads,
     max_width,
     splits,
+    early: tl.constexpr,
     has_sliding: tl.constexpr,
     has_sinks: tl.constexpr,
     value_dim: tl.constexpr,
@@ -238,6 +260,9 @@ def _combine(
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0) // max_width
     token = tl.program_id(0) % max_width
     head = tl.program_id(1)
@@ -317,9 +342,9 @@ def ragged_attention(
     rows, group = offsets.shape[0] - 1, heads // kv_heads
     max_width = total if max_width is None else max(1, min(max_width, total))
     max_length = capacity if max_length is None else min(max_length, capacity)
-    out = query.new_zeros(total, heads, value_dim)
     if total == 0 or rows == 0:
-        return out
+        return query.new_zeros(total, heads, value_dim)
+    out = query.new_empty(total, heads, value_dim)
 
     if tiling is None:
         tiling = default_tiling(group, max(head_dim, value_dim) * query.element_size())
@@ -328,7 +353,9 @@ def ragged_attention(
     splits = math.isqrt(max(0, entries - 1) // tiling.unit) + 2  # a bound, with one to spare for rounding
     accs = torch.empty(total, heads, splits, value_dim, dtype=torch.float32, device=query.device)
     tops, sums = torch.empty(2, total, heads, splits, dtype=torch.float32, device=query.device)
+    early = begins_early(query.device)
     common = {
+        "early": early,
         "has_sliding": sliding_window is not None,
         "has_sinks": sinks is not None,
         "value_dim": value_dim,
@@ -353,6 +380,7 @@ def ragged_attention(
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
+        total,
         heads,
         token_blocks,
         splits,
@@ -366,6 +394,7 @@ def ragged_attention(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **common,
+        **({"launch_pdl": True} if early else {}),
     )
     if splits > 1:
         _combine[(rows * max_width, heads)](
@@ -383,5 +412,6 @@ def ragged_attention(
             BLOCK_S=16,
             num_warps=4,
             **common,
+            **({"launch_pdl": True} if early else {}),
         )
     return out

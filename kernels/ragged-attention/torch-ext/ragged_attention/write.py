@@ -3,6 +3,9 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .kernel import begins_early
 
 
 @triton.jit
@@ -23,10 +26,14 @@ def _write(
     vc_slot,
     vc_head,
     vc_entry,
+    early: tl.constexpr,
     head_dim: tl.constexpr,
     value_dim: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token)
@@ -60,6 +67,7 @@ def write_entries(
     value_dim = values.shape[-1]
     if total == 0:
         return
+    early = begins_early(keys.device)
     _write[(total, heads)](
         keys,
         values,
@@ -71,8 +79,10 @@ def write_entries(
         *values.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
+        early=early,
         head_dim=head_dim,
         value_dim=value_dim,
         BLOCK=max(16, triton.next_power_of_2(max(head_dim, value_dim))),
         num_warps=1,
+        **({"launch_pdl": True} if early else {}),
     )
