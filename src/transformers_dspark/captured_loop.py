@@ -143,7 +143,10 @@ class CapturedLoop:
     def end(self, row: int) -> None:
         """Ends a row's text for a reason that the device does not know."""
         self._gone.add(row)
-        self._state.live[self._places.index(row)] = False
+        place = self._places.index(row)
+        self._state.live[place] = False
+        if self._rounds.cache.recurrent is not None:
+            self._rounds.cache.cut(place, 0)  # the round under way may have moved its states on
 
     def write_back(self, text: torch.Tensor) -> None:
         """Copies the texts to where they came from."""
@@ -158,6 +161,8 @@ class CapturedLoop:
         size = self._size
         rows = self._places[:size]
         lengths = self._rounds.cache.lengths
+        if size < len(lengths) and lengths[size]:
+            self._rounds.cache.cut(size, 0)  # tokens of no row are written there; a later turn reads its text anew
         context = sum(lengths[place] for place, row in enumerate(rows) if row not in self._gone) / live
         # how much room is left in a text the device knows itself, and earlier
         chosen = self._schedule.total(live, size, context)

@@ -141,6 +141,23 @@ def test_the_cache_that_is_returned_is_the_callers(lab):
     assert torch.equal(target.generate(ids, cache=first.cache, assistant_model=drafter, **options), plain)
 
 
+def second_turn_is_plain(target, drafter, first):
+    ids, mask = padded([[*text.tolist(), 5, 9, 11] for text in first.cache.ids])
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
+    plain = target.generate(ids, **options)
+    assert torch.equal(target.generate(ids, cache=first.cache, assistant_model=drafter, **options), plain)
+
+
+def test_a_returned_cache_of_texts_that_ended_early(lab):
+    """Smaller rounds put tokens of no row where such a text had its entries."""
+    target, (ids, mask) = lab.target(), ragged(7)
+    free = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=30)
+    eos = [int(row[ids.shape[1] + 1 + 3 * i]) for i, row in enumerate(free[:-1])]
+    drafter = lab.knowing(texts_of(free, mask), block_size=4)
+    first = play(target, drafter, ids, mask, max_new_tokens=30, eos_token_id=eos, pad_token_id=0)
+    second_turn_is_plain(target, drafter, first)
+
+
 def test_streamer(lab, capsys):
     class Words:
         def decode(self, ids, **kwargs):

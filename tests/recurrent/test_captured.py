@@ -8,10 +8,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import CompileConfig
+from transformers import CompileConfig, MaxTimeCriteria
 
 from tests.batch.conftest import ragged, texts_of
-from tests.batch.test_captured import WarmedUp, play
+from tests.batch.test_captured import WarmedUp, config, play, second_turn_is_plain
 from tests.batch.test_static_round import InStaticRounds, NothingReadBack
 from tests.batch.test_turns import padded, second_turn
 from transformers_dspark import captured, captured_loop, decoding, ragged_ops
@@ -199,6 +199,29 @@ def test_the_cache_that_is_returned_is_the_callers(lab, kind):
     options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
     plain = target.generate(ids, **options)
     assert torch.equal(target.generate(ids, cache=first.cache, assistant_model=drafter, **options), plain)
+
+
+class Soon(MaxTimeCriteria):
+    """Time is up when it is asked for the fifth time, about one row of the second round that is read."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.times += 1
+        return torch.tensor([self.times > 4])
+
+
+@pytest.mark.parametrize("kind", ["lfm2", slow("qwen3.5")])
+def test_states_that_a_round_under_way_moved_on(lab, kind):
+    """When time is up, a text has ended for the host, and goes on in the round that is under way."""
+    target, (ids, mask) = lab.target(kind), ragged(3)
+    free = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=40)
+    drafter = lab.knowing(texts_of(free, mask), block_size=4)
+    options = {"generation_config": config(max_new_tokens=40), "stopping_criteria": [Soon()]}
+    first = target.generate(ids, attention_mask=mask, assistant_model=drafter, **options)
+    assert all(len(text) < 40 for text in first.cache.ids)
+    second_turn_is_plain(target, drafter, first)
 
 
 @pytest.mark.parametrize("kind", ["qwen3.5", "lfm2", "nemotron-h", "kimi-linear"])
