@@ -1,8 +1,8 @@
 """
 The schedule of captured rounds on a simulated GPU: against whole windows, against no drafts, and where drafts fail.
 
-The machine is that of the rounds in benchmarks/results/h200/gpu.json, with and without the steps that tiles of
-128 tokens make; acceptance and confidences are those of the GPU benchmark.
+The machine is that of rounds measured on an H200 (benchmarks/results/h200/gpu.json as of commit 1f541f7), with and
+without the steps that tiles of 128 tokens make; acceptance and confidences are those of the GPU benchmark.
 """
 
 import copy
