@@ -11,6 +11,7 @@ from torch import nn
 
 
 Module = TypeVar("Module", bound=nn.Module)
+_GIVEN = "_forward_while_lent"  # where a module's own `forward`, or `None`, is noted while it has another
 
 
 class Lender(Generic[Module]):
@@ -50,14 +51,21 @@ class Lender(Generic[Module]):
 def lend_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], object]:
     """Gives one module another `forward`. Returns what gives it its own back, for a [`Lender`]."""
     own = vars(module)
-    before = {"forward": own["forward"]} if "forward" in own else {}
-    own["forward"] = forward
+    before = {name: own[name] for name in ("forward", _GIVEN) if name in own}
+    own.update({"forward": forward, _GIVEN: given_forward(module)})
 
     def undo() -> None:
-        own.pop("forward", None)
+        for name in ("forward", _GIVEN):
+            own.pop(name, None)
         own.update(before)
 
     return undo
+
+
+def given_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The `forward` that a single module was given in the place of its class's, those lent to it left aside."""
+    own = vars(module)
+    return own[_GIVEN] if _GIVEN in own else own.get("forward")
 
 
 @contextmanager
@@ -72,4 +80,4 @@ def lent_forwards(forwards: Mapping[Module, Callable[..., Any]]) -> Iterator[Non
         yield
 
 
-__all__ = ["Lender", "lend_forward", "lent_forwards"]
+__all__ = ["Lender", "given_forward", "lend_forward", "lent_forwards"]

@@ -13,7 +13,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ._compat import mark_size, mode_options, one_build_for_all_shapes
 from .compressed import CompressedRows
-from .lending import lent_forwards
+from .lending import given_forward, lent_forwards
 from .modeling_dspark import DSparkDrafter
 from .recurrent import RecurrentRows
 from .windows import WINDOW_KEYWORD
@@ -103,7 +103,7 @@ def _step(target: PreTrainedModel, config: CompileConfig) -> Callable[..., Any]:
 
 
 def _is_served(layer: nn.Module) -> bool:
-    if type(layer) is not nn.Linear or "forward" in vars(layer):
+    if type(layer) is not nn.Linear or given_forward(layer) is not None:
         return False
     weight = layer.weight
     return weight.is_cuda and type(weight) is nn.Parameter and weight.dtype in (torch.bfloat16, torch.float16)

@@ -328,7 +328,8 @@ class RecurrentRows:
             layer.open_window(window.spans.shape[1] - 1)
         self._window = window
         try:
-            with lent_forwards(self._forwards):
+            # where other threads' forwards read states, too, neither call undoes the other's change
+            with _mixing(self._modules.values()), lent_forwards(self._forwards):
                 yield
         finally:
             self._window = None

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from ._compat import rebind
+from .lending import given_forward
 from .mixers import STATES, call_mixer, mixers, names_used, one_by_one, one_of_each, relative_gap
 from .scans import CONVOLUTIONS, SCANS, StatesBehind
 
@@ -81,7 +82,7 @@ def missing_windows(target: PreTrainedModel) -> str | None:
     """Why a target's mixers cannot read windows this way, in words; `None` if they can, or if it has none."""
     size = target.config.get_text_config(decoder=True).hidden_size
     for mixer in mixers(target).values():
-        if "forward" in vars(mixer):
+        if given_forward(mixer) is not None:
             return f"the forward of a {type(mixer).__name__} is not its own"
     for mixer in one_of_each(mixers(target).values()):
         if reason := _tried(mixer, size, target.dtype):

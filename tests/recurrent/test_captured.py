@@ -15,10 +15,12 @@ from tests.batch.test_captured import WarmedUp, config, play, second_turn_is_pla
 from tests.batch.test_static_round import InStaticRounds, NothingReadBack
 from tests.batch.test_turns import padded, second_turn
 from transformers_dspark import captured, captured_loop, decoding, ragged_ops
+from transformers_dspark.cache import RaggedCache
 from transformers_dspark.graphs import Graph
 from transformers_dspark.mixers import mixers
 from transformers_dspark.quicker import COMPILED
 from transformers_dspark.window_layers import missing_windows
+from transformers_dspark.windows import VerifyWindow
 
 from .families import RECURRENT
 from .sweep import RecurrentLab, gap_between, plain_states
@@ -251,6 +253,22 @@ def test_a_replaced_forward_is_left_alone(lab):
     mixer.forward = lambda *args, **kwargs: type(mixer).forward(mixer, *args, **kwargs)
     with pytest.raises(NotImplementedError, match="forward of a Qwen3_5GatedDeltaNet is not its own"):
         play(target, lab.drafter(), *ragged(2))
+
+
+def test_calls_of_two_threads_leave_each_other_their_forwards(lab):
+    """Whichever ends first. A forward that is only lent does not keep rounds from being captured."""
+    target = lab.target("lfm2")
+    caches = [RaggedCache(target, lab.drafter(), 2, 9) for _ in range(2)]
+    window = VerifyWindow.pack([0], [1], target.device, certain=True)
+    for first in (0, 1):
+        reading = caches[0].reading(window), caches[1].stepping(window)
+        for call in (reading[first], reading[1 - first]):
+            call.__enter__()
+            assert missing_windows(target) is None
+        reading[first].__exit__(None, None, None)
+        assert all("forward" in vars(mixer) for mixer in mixers(target).values())
+        reading[1 - first].__exit__(None, None, None)
+        assert not any("forward" in vars(mixer) for mixer in mixers(target).values())
 
 
 @pytest.mark.slow
