@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from ..backbone_dspark import DSparkContext
 from ..modeling_dspark import DSparkDrafter
@@ -103,27 +104,35 @@ class RowDrafting:
                 without them each is the most probable token.
             vocabulary (`int`): Of the target's logits.
         """
-        last = text.shape[1] - 1
-        drawable: list[torch.Tensor] = []
+        last, processed = text.shape[1] - 1, not self._processors.are_none
+        best: list[torch.Tensor] = []  # by position the greatest score; NaN and infinities show up there
         confident = torch.ones(len(rows), dtype=torch.bool)
-        over = [torch.zeros_like(rows, dtype=torch.bool)]  # drafts that have ended
 
-        def going(k: int) -> list[int]:
-            return ((caps > k) & ~over[k]).nonzero().flatten().tolist()
+        def ended(tokens: torch.Tensor) -> torch.Tensor:
+            """Which of `(n, k)` drafts end their block."""
+            drawable = torch.isfinite(torch.stack(best[: tokens.shape[1]], dim=1))
+            return ~drawable | torch.isin(tokens.to(text.device), self._eos)
+
+        def going(k: int, tokens: torch.Tensor) -> list[int]:
+            some = caps > k
+            if k:
+                some = some & ~ended(tokens).any(dim=1)
+            return some.nonzero().flatten().tolist()
 
         def select(k: int, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             scores = pad_vocabulary(logits.to(text.device, torch.float32), vocabulary)
-            room = (ends + k).clamp(max=last + 1)
-            scores = self._processors.drafted(text, rows, room, scores.clone(), lambda: going(k))
+            if processed:
+                room = (ends + k).clamp(max=last + 1)
+                scores = self._processors.drafted(text, rows, room, scores.clone(), lambda: going(k, tokens))
             ids = scores.argmax(dim=-1)
-            some = torch.isfinite(scores.gather(1, ids[:, None]).squeeze(1))  # NaN and +inf show up there as well
-            drawable.append(some)
-            if drawn is not None:
+            best.append(scores.gather(1, ids[:, None]).squeeze(1))
+            if drawn is None:
+                scores = scores[:, :0]  # nobody asks what they were, and it costs to keep them
+            else:
                 scores = scores.softmax(dim=-1)
-                ids = draw(scores, drawn[:, k])
-            ids = torch.where(some, ids, 0)
-            over.append(over[-1] | ~some | torch.isin(ids, self._eos))
-            text[rows, (ends + k).clamp(max=last)] = ids  # the last place is no draft's
+                ids = torch.where(torch.isfinite(best[-1]), draw(scores, drawn[:, k]), 0)
+            if processed:
+                text[rows, (ends + k).clamp(max=last)] = ids  # the last place is no draft's
             return ids, scores
 
         def keep_going(k: int, confidence: torch.Tensor | None, tokens: torch.Tensor) -> bool:
@@ -139,13 +148,17 @@ class RowDrafting:
             select=select,
             keep_going=keep_going if self._threshold > 0 else None,
         )
-        # a draft counts if it could be drawn, and the block had not ended before it
+        tokens = proposal.tokens.to(text.device)
         usable = torch.zeros_like(caps)
-        for some, ended in zip(drawable, over, strict=False):
-            usable += some & ~ended
-        probs = None if drawn is None or not drawable else proposal.logits  # `select` gave softmaxes
+        if best:
+            places = (ends[:, None] + torch.arange(len(best), device=text.device)).clamp(max=last)
+            text[rows[:, None], places] = tokens
+            over = ended(tokens)  # a draft counts if it could be drawn, and the block had not ended before it
+            before = F.pad(over[:, :-1], (1, 0)).long().cumsum(dim=1)
+            usable = (torch.isfinite(torch.stack(best, dim=1)) & (before == 0)).sum(dim=1)
+        probs = None if drawn is None or not best else proposal.logits  # `select` gave softmaxes
         confidence = None if proposal.confidence is None else proposal.confidence.float()
-        return Drafts(proposal.tokens.to(text.device), probs, torch.minimum(usable, caps), confidence)
+        return Drafts(tokens, probs, torch.minimum(usable, caps), confidence)
 
 
 __all__ = ["Drafts", "RowDrafting"]

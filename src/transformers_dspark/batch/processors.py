@@ -74,6 +74,11 @@ class RowProcessors:
         return self._by_row is not None
 
     @property
+    def are_none(self) -> bool:
+        """Whether scores stay as they are."""
+        return self._by_row is None and not self._shared
+
+    @property
     def signature(self) -> Hashable:
         """What the shared processors compute: equal for calls whose processors do the same."""
         return tuple((type(p), *sorted((n, _hashable(v)) for n, v in vars(p).items())) for p in self._shared)
