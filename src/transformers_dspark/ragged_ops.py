@@ -87,7 +87,7 @@ def write(
         key_cache, value_cache (`torch.Tensor` of shape `(slots, key_value_heads, capacity, dim)`): Written in place.
         places (`torch.LongTensor` of shape `(2 or more, total)`): Row and entry of each token.
     """
-    if not served(keys):
+    if not (keys.is_cuda and _HAS_TRITON):
         key_cache[places[0], :, places[1]] = keys
         value_cache[places[0], :, places[1]] = values
         return
