@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -311,7 +312,7 @@ class RecurrentRows:
         self._one_by_one = read_one_by_one(target)
         self._plan: _Plan | None = None
         self._window: VerifyWindow | None = None
-        self._forwards = {module: _mixed_forward(module) for module in self._modules.values()}
+        self._forwards = {module: MethodType(_stepped, module) for module in self._modules.values()}
 
     @property
     def nbytes(self) -> int:
@@ -470,6 +471,11 @@ def _mixed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
         if isinstance(rows, RecurrentRows) and rows.mixes:
             return rows.mix(module, forward, args, kwargs)
     return forward(*args, **kwargs)
+
+
+def _stepped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The same for a mixer whose forward is its class's; one function, so that what was compiled serves all rows."""
+    return _mixed(module, partial(type(module).forward, module), *args, **kwargs)
 
 
 def _mixed_forward(module: nn.Module) -> Callable[..., Any]:

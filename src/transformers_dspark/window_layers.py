@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,9 +74,14 @@ class WindowLayer(LinearAttentionLayer):
 
 def windowed(mixer: nn.Module) -> Callable[..., Any]:
     """A mixer's `forward` over a [`WindowLayer`]."""
-    forward, known = type(mixer).forward, {**CONVOLUTIONS, **SCANS}
+    return MethodType(_windowed(type(mixer)), mixer)  # type: ignore[arg-type]  # classes are hashable
+
+
+@cache  # what is compiled with it in place is found again only if it is the same function
+def _windowed(kind: type[nn.Module]) -> Callable[..., Any]:
+    forward, known = kind.forward, {**CONVOLUTIONS, **SCANS}
     names = known.keys() & set(inspect.unwrap(forward).__code__.co_names)
-    return partial(rebind(forward, **{name: known[name] for name in names}), mixer)
+    return rebind(forward, **{name: known[name] for name in names})
 
 
 def missing_windows(target: PreTrainedModel) -> str | None:
