@@ -77,6 +77,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes, on the CPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(words)
+    if not args.tiny and not torch.cuda.is_available():
+        parser.error("the shape of Qwen3-8B needs a CUDA device; use --tiny here.")
     if args.processes:
         return compare(args, list(sys.argv[1:] if words is None else words))
     if args.tiny:
