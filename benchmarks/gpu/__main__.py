@@ -89,6 +89,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     engine = args.engine or ("compiled" if device.type == "cuda" else "eager")
     if device.type != "cuda" and engine != "eager":
         raise UsageError(f"--engine {engine} needs CUDA, and the device is {device}: leave it out")
+    if device.type != "cuda" and args.shape != "tiny":
+        raise UsageError(f"--shape {args.shape} needs CUDA, and the device is {device}: give --shape tiny here")
     for path in (args.pair_target, args.pair_prompts):
         if path is not None and not path.exists():
             raise UsageError(f"{path} does not exist: give the target's folder, or a file of prompts")
