@@ -102,7 +102,7 @@ class CapturedLoop:
         state.limit.fill_(limit)
         state.live.fill_(False)
         state.live[:count] = True
-        state.widths.fill_(width)
+        state.most.fill_(width)
         self._bank: torch.Tensor | None = None  # [rounds, places, numbers]
         self._played = 0
         self._under_way: _UnderWay | None = None
@@ -161,8 +161,6 @@ class CapturedLoop:
         size = self._size
         rows = self._places[:size]
         lengths = self._rounds.cache.lengths
-        if size < len(lengths) and lengths[size]:
-            self._rounds.cache.cut(size, 0)  # tokens of no row are written there; a later turn reads its text anew
         context = sum(lengths[place] for place, row in enumerate(rows) if row not in self._gone) / live
         # how much room is left in a text the device knows itself, and earlier
         chosen = self._schedule.total(live, size, context)

@@ -4,8 +4,9 @@ replay.
 
 Rows, drafted tokens of a block, packed tokens of the window, capacity of the caches: all are fixed. What changes from
 round to round, lengths and texts and which rows are alive, lies in tensors, and nothing is read back. A window that is
-not full is filled up with tokens of a spare row, which is the last of the caches and nobody's text. Rejected tokens
-stay where they were written: their row's number of entries does not count them, and the next window overwrites them.
+not full is filled up with tokens of no text: they are written to the last entry of the row behind those of the round,
+which no text reaches. Rejected tokens stay where they were written: their row's number of entries does not count them,
+and the next window overwrites them.
 
 The number of tokens that all rows together may send is part of the shape, so it has to be known before the round
 starts, as the lagged scheduler knows it. What the anchors of live rows leave of it is the drafts' budget.
@@ -149,8 +150,7 @@ class RoundState:
         ends, entries, shifts (`torch.LongTensor` of shape `(rows,)`): Tokens of each text; its entries in the caches;
             what a token's position is ahead of the number of entries before it.
         starts (`torch.LongTensor` of shape `(rows,)`): Where processors begin to read each text.
-        widths (`torch.LongTensor` of shape `(rows,)`): Most tokens that each may draft.
-        limit (`torch.LongTensor` of shape `()`): Tokens with which a text ends.
+        most, limit (`torch.LongTensor` of shape `()`): Tokens that a row may draft; tokens with which a text ends.
         live (`torch.BoolTensor` of shape `(rows,)`): Whether a text goes on.
         uniforms (`torch.DoubleTensor` of shape `(rows, 2 * width + 1)`): When sampling, the noise of the coming round:
             drafts, their tests, the bonus.
@@ -160,7 +160,7 @@ class RoundState:
         self.text = torch.zeros(rows, length + 1, dtype=torch.long, device=device)
         numbers = torch.zeros(4, rows, dtype=torch.long, device=device)
         self.ends, self.entries, self.shifts, self.starts = numbers.unbind()
-        self.widths = torch.full_like(self.ends, width)
+        self.most = torch.tensor(width, device=device)
         self.limit = torch.tensor(length, device=device)
         self.live = torch.zeros(rows, dtype=torch.bool, device=device)
         self.uniforms = torch.zeros(rows, 2 * width + 1, dtype=torch.float64, device=device)
@@ -232,7 +232,7 @@ class StaticRound:
         blocks = torch.cat((state.text[self._rows, state.ends - 1][:, None], drafts.tokens), dim=1)
         ids = torch.cat((blocks, torch.zeros_like(blocks[:1])))[window.rows, window.offsets]
         owners = window.rows.clamp(max=len(self._rows) - 1)
-        positions = window.columns + torch.where(window.rows < len(self._rows), state.shifts[owners], 0)
+        positions = torch.where(window.rows < len(self._rows), window.columns + state.shifts[owners], 0)
         with self._cache.stepping(window):
             outputs = self._taps.step(
                 input_ids=ids[None],
@@ -258,7 +258,7 @@ class StaticRound:
             self._rows,
             state.ends,
             state.entries + state.shifts,
-            torch.where(state.live, torch.minimum(room, state.widths), 0),
+            torch.where(state.live, torch.minimum(room, state.most), 0),
             width=self.width,
             context=self._context,
             drawn=state.uniforms if self._sampling else None,
@@ -266,12 +266,12 @@ class StaticRound:
         )
 
     def _window(self, counts: torch.Tensor, ends: torch.Tensor, total: int) -> VerifyWindow:
-        """The windows of `counts` tokens, packed, and tokens of the spare row up to `total`."""
+        """The windows of `counts` tokens, packed, and tokens of no text up to `total`."""
         tokens, starts = torch.arange(total, device=counts.device), ends - counts
         rows = torch.searchsorted(ends, tokens, right=True)
         spare, owners = rows == len(counts), rows.clamp(max=len(counts) - 1)
         offsets = torch.where(spare, 0, tokens - starts[owners])
-        columns = torch.where(spare, 0, self.state.entries[owners] + offsets)
+        columns = torch.where(spare, self._cache.context.capacity - 1, self.state.entries[owners] + offsets)
         spans = torch.stack((F.pad(self.state.entries, (0, 1)), F.pad(ends, (1, 0)))).int()
         places = torch.stack((rows, columns, offsets))
         return VerifyWindow(places, spans, len(counts) + 1, self.width + 1, self._cache.context.capacity)

@@ -108,15 +108,15 @@ class RowDrafting:
         best: list[torch.Tensor] = []  # by position the greatest score; NaN and infinities show up there
         confident = torch.ones(len(rows), dtype=torch.bool)
 
-        def ended(tokens: torch.Tensor) -> torch.Tensor:
-            """Which of `(n, k)` drafts end their block."""
+        def ended(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Which of `(n, k)` drafts end their block, and which could be drawn at all."""
             drawable = torch.isfinite(torch.stack(best[: tokens.shape[1]], dim=1))
-            return ~drawable | torch.isin(tokens.to(text.device), self._eos)
+            return ~drawable | torch.isin(tokens.to(text.device), self._eos), drawable
 
         def going(k: int, tokens: torch.Tensor) -> list[int]:
             some = caps > k
             if k:
-                some = some & ~ended(tokens).any(dim=1)
+                some = some & ~ended(tokens)[0].any(dim=1)
             return some.nonzero().flatten().tolist()
 
         def select(k: int, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,9 +153,9 @@ class RowDrafting:
         if best:
             places = (ends[:, None] + torch.arange(len(best), device=text.device)).clamp(max=last)
             text[rows[:, None], places] = tokens
-            over = ended(tokens)  # a draft counts if it could be drawn, and the block had not ended before it
+            over, drawable = ended(tokens)  # a draft counts if it could be drawn, and the block had not ended before
             before = F.pad(over[:, :-1], (1, 0)).long().cumsum(dim=1)
-            usable = (torch.isfinite(torch.stack(best, dim=1)) & (before == 0)).sum(dim=1)
+            usable = (drawable & (before == 0)).sum(dim=1)
         probs = None if drawn is None or not best else proposal.logits  # `select` gave softmaxes
         confidence = None if proposal.confidence is None else proposal.confidence.float()
         return Drafts(tokens, probs, torch.minimum(usable, caps), confidence)

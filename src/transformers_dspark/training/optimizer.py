@@ -36,12 +36,8 @@ class StackedMuon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """As for any optimiser."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]  # closures are for those that ask for several losses a step
+        """Moves every matrix that has a gradient."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for parameter in group["params"]:
@@ -52,7 +48,6 @@ class StackedMuon(torch.optim.Optimizer):
                 for start in range(0, len(matrices), count):
                     together = matrices[start : start + count]
                     self._move(together, group["lr"], group["weight_decay"], group["momentum"])
-        return loss
 
     def _move(self, matrices: list[nn.Parameter], lr: float, decay: float, momentum: float) -> None:
         """One step of matrices of one shape."""
