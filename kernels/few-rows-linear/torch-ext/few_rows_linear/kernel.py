@@ -174,8 +174,9 @@ def _product(
         acc = tl.dot(w, tl.trans(s), acc, input_precision=precision)
         w_at += BLOCK_K * w_column
         s_at += BLOCK_K * s_column
-    if has_bias:
-        acc += tl.load(bias + n, mask=(n < count) & (split == 0), other=0.0).to(tl.float32)[:, None]
+    if has_bias:  # noqa: SIM102  # known when the kernel is compiled, unlike the other
+        if split == 0:
+            acc += tl.load(bias + n, mask=n < count, other=0.0).to(tl.float32)[:, None]
     inside = (n < count)[:, None] & in_t[None, :]
     at = t.to(tl.int64)[None, :] * count + n[:, None]
     if whole:
