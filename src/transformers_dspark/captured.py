@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +88,11 @@ class CapturedRounds:
         self.state = RoundState(rows, length, drafter.config.num_draft_tokens, target.device)
         self._target, self._drafter = target, drafter
         self._quicker = Quicker(target, drafter, self.cache.recurrent, compiling)
-        self.taps = TargetTaps(target, drafter.config.target_layer_ids, step=self._quicker.step)
+        self._compiles = compiling is not None
+        # looked up at each call, as compilation may fail and be given up
+        self.taps = TargetTaps(
+            target, drafter.config.target_layer_ids, step=lambda **inputs: self._quicker.step(**inputs)
+        )
         self.failure: str | None = None  # why there are no graphs, after a capture that failed
         self._starved = False  # there was too little memory, which says nothing of another call
         self._addresses = _addresses(target, drafter)
@@ -201,16 +205,25 @@ class CapturedRounds:
             live = self.state.live.clone()
             self.state.live.fill_(False)  # nothing is committed while a round warms up
             try:
-                with self._quicker():
-                    made = Graph(lambda: _report(static(total, drafting)), self._target.device, self._pool)
-            except Exception as error:  # whatever the models, their libraries or the compiler raise
-                self.failure = f"{type(error).__name__}: {error}".split("\n")[0]
-                self._starved = ran_out_of_memory(error)
+                self._graphs[key] = self._captured(lambda: _report(static(total, drafting)))
+            except Exception as error:
+                self.failure, self._starved = in_a_line(error), ran_out_of_memory(error)
                 raise CaptureError(self.failure) from error
             finally:
                 self.state.live.copy_(live)
-            self._graphs[key] = made
         return self._graphs[key]
+
+    def _captured(self, work: Callable[[], Report]) -> Graph[Report]:
+        """Captured with compiled parts, or without them from the first time on that they do not compile."""
+        try:
+            with self._quicker():
+                return Graph(work, self._target.device, self._pool)
+        except Exception as error:  # whatever the models, their libraries or the compiler raise
+            if not self._compiles or ran_out_of_memory(error):
+                raise
+            logger.warning(f"DSpark captures rounds of this pair without compiling them: {in_a_line(error)}.")
+        self._quicker, self._compiles = Quicker(self._target, self._drafter, self.cache.recurrent, None), False
+        return self._captured(work)
 
     @property
     def room(self) -> tuple[int, int]:
@@ -283,6 +296,12 @@ def free_memory(device: torch.device) -> float:
         return math.inf
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def in_a_line(error: Exception) -> str:
+    """What went wrong. The compiler's own first line only announces what comes in the second."""
+    first, *more = f"{type(error).__name__}: {error}".split("\n")
+    return f"{first} {more[0]}" if more and first.endswith(":") else first.rstrip(".")
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:

@@ -141,7 +141,9 @@ class CapturedLoop:
         return done
 
     def end(self, row: int) -> None:
-        """Ends a row's text for a reason that the device does not know."""
+        """Ends a row's text, perhaps for a reason that the device does not know."""
+        if row in self._gone:
+            return  # the device ended it by itself, at the right token
         self._gone.add(row)
         place = self._places.index(row)
         self._state.live[place] = False

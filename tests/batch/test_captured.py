@@ -158,6 +158,26 @@ def test_a_returned_cache_of_texts_that_ended_early(lab):
     second_turn_is_plain(target, drafter, first)
 
 
+def test_graphs_without_the_compiler_where_it_fails(lab, monkeypatch, caplog):
+    class WarmedUp(Graph):
+        def __init__(self, work, *args):
+            work()
+            super().__init__(work, *args)
+
+    def broken(graph, inputs):
+        raise ValueError("no such graph")
+
+    monkeypatch.setattr(captured, "Graph", WarmedUp)
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(3)
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
+    compiling = CompileConfig(backend=broken)
+    for _ in range(2):
+        ours = play(target, drafter, ids, mask, max_new_tokens=20, compile_config=compiling)
+        assert torch.equal(ours.sequences, plain)
+    assert drafter.captured.failure is None
+    assert [line for line in caplog.messages if "without compiling" in line and "no such graph" in line]
+
+
 def test_streamer(lab, capsys):
     class Words:
         def decode(self, ids, **kwargs):

@@ -196,6 +196,7 @@ def test_goes_on_without_graphs_where_a_capture_fails(lab, kind, monkeypatch, fi
 def test_the_cache_that_is_returned_is_the_callers(lab, kind):
     target, drafter, (ids, mask) = lab.target(kind), lab.drafter(), ragged(3)
     first = play(target, drafter, ids, mask)
+    assert first.cache.lengths == [len(text) - 1 for text in first.cache.ids]  # the last token has not been read
     play(target, drafter, *ragged(3, seed=5))  # writes over what the first call worked on
     ids, mask = padded(second_turn(first.sequences, mask, (1, 7, 4)))
     options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
