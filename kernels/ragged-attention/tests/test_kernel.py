@@ -171,6 +171,26 @@ def test_low_precision_errs_at_most_twice_as_much_as_pytorch(dtype):
     assert ours <= 2 * theirs
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")
+def test_launches_of_other_sizes_compile_nothing():
+    from ragged_attention import kernel, write, write_entries
+
+    def compiled():
+        functions = (kernel._partial, kernel._combine, write._write)
+        return [len(made) for function in functions for made, *_ in function.device_caches.values()]
+
+    before = None
+    for lengths, widths in (([70, 9, 80], [8, 8, 16]), ([100], [1]), ([0, 0], [3, 90]), ([30] * 16, [1] * 16)):
+        inputs = make(lengths, widths, heads=4, head_dim=16, value_dim=16, capacity=128)
+        spans = torch.tensor([[*lengths, 0], inputs["offsets"].tolist()], dtype=torch.int32, device=DEVICE)
+        run(inputs | {"lengths": spans[0, :-1], "offsets": spans[1]}, max_width=max(widths))
+        places = torch.tensor([(r, n + k) for r, n in enumerate(lengths) for k in range(widths[r])]).T.contiguous()
+        new = torch.randn(2, places.shape[1], 2, 16, device=DEVICE)
+        write_entries(*new, inputs["key_cache"].to(DEVICE), inputs["value_cache"].to(DEVICE), *places.to(DEVICE))
+        assert before in (None, compiled())
+        before = compiled()
+
+
 def test_written_entries():
     from ragged_attention import write_entries
 

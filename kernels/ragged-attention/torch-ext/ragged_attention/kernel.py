@@ -113,7 +113,12 @@ def _online(
     return higher, total, acc
 
 
-@triton.jit
+# What differs from launch to launch must not make another kernel: compilation would take longer than the launches do.
+_SIZES = ["total_tokens", "token_blocks", "max_width", "splits"]
+_ROWS = ["lengths", "offsets"]  # views, which may begin anywhere
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
 def _partial(
     query,
     key_cache,
@@ -238,7 +243,7 @@ def _partial(
         tl.store(partial_acc + index[:, None] * value_dim + e[None, :], acc, mask=valid[:, None] & in_e[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
 def _combine(
     lengths,
     offsets,

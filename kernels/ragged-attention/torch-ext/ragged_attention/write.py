@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .kernel import begins_early
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "entries"])  # views, which may begin anywhere
 def _write(
     keys,
     values,
