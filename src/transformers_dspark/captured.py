@@ -14,11 +14,13 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
-from transformers import CompileConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ._compat import has_hooks, keeps_recurrent_state
+from .batch.outputs import TokenRecords
 from .batch.processors import RowProcessors
+from .batch.stopping import RowStopping
 from .cache import RaggedCache
 from .generation_config import DraftingOptions
 from .graphs import Graph
@@ -26,7 +28,7 @@ from .mixers import mixers
 from .modeling_dspark import DSparkDrafter
 from .quicker import Quicker
 from .static_round import RoundResult, RoundState, StaticRound
-from .target import TargetTaps
+from .target import TargetTaps, learned_positions
 from .window_layers import missing_windows
 
 
@@ -245,33 +247,33 @@ def reason_against(
     target: PreTrainedModel,
     drafter: DSparkDrafter,
     options: DraftingOptions,
-    *,
-    row_by_row: bool,
-    records: bool,
-    last_position: bool,
+    config: GenerationConfig,
+    processors: RowProcessors,
+    stopping: RowStopping,
 ) -> str | None:
     """
     Why the rounds of a call cannot be captured, in words; `None` if they can.
 
     Args:
         target (`PreTrainedModel`), drafter (`DSparkDrafter`): The pair.
-        options (`DraftingOptions`): Of the call.
-        row_by_row (`bool`): A processor or criterion has to be asked about one row at a time.
-        records (`bool`): Scores, logits or hidden states are to be returned.
-        last_position (`bool`): The target has a table of positions, which ends.
+        options (`DraftingOptions`), config (`GenerationConfig`), processors (`RowProcessors`), stopping
+            (`RowStopping`): Of the call.
     """
+    if reason := _reason_against_device(target, drafter):
+        return reason
     compact = options.verify_mode == "compact"
     reasons = {
         "use_cuda_graphs=False": options.use_cuda_graphs is False,
-        "a logits processor or stopping criterion is asked about one row at a time": row_by_row,
-        "scores, logits or hidden states are to be returned": records,
+        "a logits processor or stopping criterion is asked about one row at a time": processors.may_run_models
+        or stopping.may_run_models,
+        "scores, logits or hidden states are to be returned": TokenRecords.asked_for(config, 1).wanted,
         "every round is to be reported": options.round_callback is not None,
         "assistant_confidence_threshold cuts blocks": options.confidence_threshold > 0,
         "verify_mode='cap-accept' sends what it does not admit": options.verify_mode == "cap-accept",
         "scheduler='causal' looks at the block in hand": compact and options.scheduler == "causal",
         "strict_greedy=True lets tokens attend one by one": options.strict_greedy,
         "nothing is to be drafted": options.width == 0,
-        "the target has a last position": last_position,
+        "the target has a last position": learned_positions(target) is not None,
         "the target keeps states that are no keys and values": keeps_recurrent_state(target) and not mixers(target),
         "a model is in training mode": target.training or drafter.training,
         "autocast is on": torch.is_autocast_enabled("cuda"),
@@ -279,7 +281,19 @@ def reason_against(
         "modules of the target have forward hooks": any(map(has_hooks, target.modules())),
     }
     met = next((reason for reason, met in reasons.items() if met), None)
-    return met or _reason_against_device(target, drafter) or missing_windows(target)
+    return met or missing_windows(target)
+
+
+def may_fill_memory(target: PreTrainedModel, drafter: DSparkDrafter, length: int) -> bool:
+    """Whether the caches of captured rounds, which have their full length at once, would take most of free memory."""
+    text = target.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    layers = text.num_hidden_layers + drafter.config.num_hidden_layers
+    needed = (
+        2 * 2 * layers * heads * size * target.dtype.itemsize * length
+    )  # keys and values, of a row and a spare one
+    return needed > GROWTH_SHARE * free_memory(target.device)
 
 
 def _reason_against_device(*models: PreTrainedModel) -> str | None:
@@ -317,4 +331,4 @@ def _addresses(*models: torch.nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-__all__ = ["CaptureError", "CapturedRounds", "Needs", "reason_against"]
+__all__ = ["CaptureError", "CapturedRounds", "Needs", "may_fill_memory", "reason_against"]

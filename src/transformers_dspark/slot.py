@@ -11,7 +11,11 @@ from transformers.utils import ModelOutput
 
 from ._compat import keeps_recurrent_state
 from .assisted import assisted_decoding, check_request
+from .batch.inputs import BatchInputs
+from .batch.processors import RowProcessors
+from .batch.stopping import RowStopping
 from .cache import RaggedCache
+from .captured import may_fill_memory, reason_against
 from .compressed import compressing
 from .configuration_dspark import DSparkConfig
 from .decoding import batched_decoding
@@ -59,6 +63,9 @@ def decoding(
         or options.strict_greedy
         or isinstance(cache, RaggedCache)
         or (keeps_recurrent_state(target) and not compressing(target))
+        or _plays_graphs(
+            target, assistant_model, options, generation_config, logits_processor, stopping_criteria, kwargs
+        )
     )
     batched = options.loop == "batched" or (options.loop == "auto" and ours)
     if batched and kwargs.pop("synced_gpus", False):
@@ -93,6 +100,32 @@ def decoding(
         mask = kwargs.get("attention_mask")
         output.divergence = check_greedy(target, input_ids, output.sequences, counts, mask, fresh)
     return output
+
+
+def _plays_graphs(
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    options: DraftingOptions,
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether the batched loop is the quicker one for a prompt: it can capture its rounds, and has memory enough."""
+    cache = kwargs.get("cache")
+    if (
+        config.output_attentions
+        or config.cache_implementation is not None
+        or kwargs.get("synced_gpus")
+        or (cache is not None and cache.get_seq_length() > 0)
+        or BatchInputs.beyond_text(target, kwargs)
+    ):
+        return False
+    stopping = RowStopping(criteria, int(config.max_length))
+    by_row = RowProcessors(processors, 1, stopping.eos_ids)
+    if reason_against(target, drafter, options, config, by_row, stopping) is not None:
+        return False
+    return not may_fill_memory(target, drafter, stopping.max_length)
 
 
 def generate(

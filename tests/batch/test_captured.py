@@ -178,6 +178,48 @@ def test_graphs_without_the_compiler_where_it_fails(lab, monkeypatch, caplog):
     assert [line for line in caplog.messages if "without compiling" in line and "no such graph" in line]
 
 
+def one_prompt(lab, drafter, ids, **options):
+    """What `generate` writes without a word about loops, and with the target alone."""
+    options = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True, **options}
+    target = lab.target()
+    ours = target.generate(ids, assistant_model=drafter, **options)
+    return ours, target.generate(ids, **options)
+
+
+def test_one_prompt_plays_graphs_where_it_can(lab):
+    drafter, (ids, _) = lab.drafter(), ragged(1)
+    ours, plain = one_prompt(lab, drafter, ids)
+    assert drafter.captured is not None
+    assert torch.equal(ours.sequences, plain.sequences)
+
+
+@pytest.mark.parametrize("option", ["output_attentions", "output_scores", "cache_implementation", "stopping_criteria"])
+def test_one_prompt_takes_the_other_loop(lab, option):
+    value = {"cache_implementation": "static", "stopping_criteria": [lambda ids, scores: False]}.get(option, True)
+    drafter, (ids, _) = lab.drafter(), ragged(1)
+    ours, plain = one_prompt(lab, drafter, ids, **{option: value})
+    assert drafter.captured is None
+    assert torch.equal(ours.sequences, plain.sequences)
+
+
+def test_one_prompt_takes_the_other_loop_where_memory_is_short(lab, monkeypatch):
+    monkeypatch.setattr(captured, "free_memory", lambda device: 2**14)
+    drafter, (ids, _) = lab.drafter(), ragged(1)
+    ours, plain = one_prompt(lab, drafter, ids)
+    assert drafter.captured is None
+    assert torch.equal(ours.sequences, plain.sequences)
+
+
+def test_a_cache_of_transformers_stays_in_its_loop(lab):
+    target, drafter, (ids, _) = lab.target(), lab.drafter(), ragged(1)
+    first = target.generate(ids, do_sample=False, max_new_tokens=6, return_dict_in_generate=True)
+    second = torch.cat((first.sequences, ids), dim=1)
+    plain = target.generate(second, do_sample=False, max_new_tokens=9)
+    ours = target.generate(second, cache=first.cache, assistant_model=drafter, do_sample=False, max_new_tokens=9)
+    assert torch.equal(ours, plain)
+    assert drafter.captured is None
+
+
 def test_streamer(lab, capsys):
     class Words:
         def decode(self, ids, **kwargs):
