@@ -60,9 +60,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=1, metavar="N", help="sequences a batch (default: %(default)s)")
     parser.add_argument("--length", type=int, default=4096, metavar="N", help="tokens of each (default: %(default)s)")
     parser.add_argument("--anchors", type=int, default=512, metavar="N", help="of each (default: %(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=10, metavar="N", help="timed, behind 3 others (default: %(default)s)"
-    )
+    parser.add_argument("--steps", type=int, metavar="N", help="timed, behind 3 others (default: 10, tiny 2)")
     parser.add_argument("--pure-bf16", action="store_true", help="weights and optimiser in bfloat16")
     parser.add_argument("--attention", choices=("auto", "flex", "plain"), default="auto")
     parser.add_argument("--compile-target", action="store_true")
@@ -79,10 +77,11 @@ def main(words: list[str] | None = None) -> int:
     args = parser.parse_args(words)
     if not args.tiny and not torch.cuda.is_available():
         parser.error("the shape of Qwen3-8B needs a CUDA device; use --tiny here.")
+    args.steps = args.steps or (2 if args.tiny else 10)
     if args.processes:
         return compare(args, list(sys.argv[1:] if words is None else words))
     if args.tiny:
-        args.length, args.anchors, args.steps = 64, 4, 2
+        args.length, args.anchors = 64, 4
     result = measure(args)
     if result is not None:
         result["environment"] = environment(torch.device("cpu" if args.tiny else "cuda"), ["python", "-m", *sys.argv])
