@@ -91,10 +91,7 @@ class CapturedRounds:
         self._target, self._drafter = target, drafter
         self._quicker = Quicker(target, drafter, self.cache.recurrent, compiling)
         self._compiles = compiling is not None
-        # looked up at each call, as compilation may fail and be given up
-        self.taps = TargetTaps(
-            target, drafter.config.target_layer_ids, step=lambda **inputs: self._quicker.step(**inputs)
-        )
+        self.taps = TargetTaps(target, drafter.config.target_layer_ids, step=self._quicker.step)
         self.failure: str | None = None  # why there are no graphs, after a capture that failed
         self._starved = False  # there was too little memory, which says nothing of another call
         self._addresses = _addresses(target, drafter)
@@ -225,6 +222,7 @@ class CapturedRounds:
                 raise
             logger.warning(f"DSpark captures rounds of this pair without compiling them: {in_a_line(error)}.")
         self._quicker, self._compiles = Quicker(self._target, self._drafter, self.cache.recurrent, None), False
+        self.taps.forward = self._quicker.step
         return self._captured(work)
 
     @property

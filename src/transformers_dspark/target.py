@@ -33,6 +33,9 @@ class TargetTaps:
         layer_ids (`Sequence[int]`): 0-based layers; -1 is the embedding output.
         keep_all (`bool`): Ask the target for all hidden states, because the user wants them too.
         step (`Callable`, *optional*): Another form of the target's forward, for [`~TargetTaps.step`].
+
+    Attributes:
+        forward (`Callable`): That form, which may be replaced by a third.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class TargetTaps:
     ) -> None:
         self.layer_ids = tuple(layer_ids)
         self._target = target
-        self._step = target if step is None else step
+        self.forward = target if step is None else step
         text = target.config.get_text_config()
         self._last = text.num_hidden_layers - 1
         # hyper-connections: a token has several residual streams, and its state is their mean
@@ -83,7 +86,7 @@ class TargetTaps:
 
     def step(self, **kwargs: Any) -> Any:
         """As [`~TargetTaps.run`], by the other form of the forward if there is one."""
-        return self._run(self._step, (), kwargs)
+        return self._run(self.forward, (), kwargs)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._thread = threading.get_ident()
