@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 from transformers_dspark import decoding, sampling, static_round
+from transformers_dspark.batch.drafting import RowDrafting
 from transformers_dspark.modeling_dspark import DSparkDrafter
 from transformers_dspark.sampling import Verdict
+from transformers_dspark.static_round import StaticRound
 from transformers_dspark.target import TargetTaps
 from transformers_dspark.telemetry import GenerationStats
 
@@ -125,11 +127,14 @@ class RoundClock:
 
             return run
 
-        def noted_judge(*args: Any, **kwargs: Any) -> Verdict:
-            verdict = judge(*args, **kwargs)
-            self.note(JUDGED)
-            self.round.add_(1)
-            return verdict
+        def ending(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                result = function(*args, **kwargs)
+                self.note(JUDGED)
+                self.round.add_(1)
+                return result
+
+            return run
 
         def noted_record(stats: GenerationStats, *args: Any) -> None:
             record(stats, *args)
@@ -138,11 +143,13 @@ class RoundClock:
         for owner, name, begin, end in (
             (TargetTaps, "run", STEP, STEPPED),
             (TargetTaps, "step", STEP, STEPPED),
-            (DSparkDrafter, "propose", DRAFT, DRAFTED),
+            (RowDrafting, "__call__", DRAFT, DRAFTED),
         ):
             self._stack.enter_context(patch.object(owner, name, noted(vars(owner)[name], begin, end)))
         self._stack.enter_context(patch.object(GenerationStats, "record_round", noted_record))
-        self._stack.enter_context(_judging_with(noted_judge))
+        self._stack.enter_context(patch.object(decoding, "accept_greedy", ending(judge)))
+        # a round of fixed shape judges and commits in one piece, which may be compiled
+        self._stack.enter_context(patch.object(StaticRound, "__call__", ending(StaticRound.__call__)))
         return self
 
     def __exit__(self, *args: object) -> None:

@@ -324,32 +324,35 @@ class DSparkDrafter(PreTrainedModel):
             keep_going (`Callable`, *optional*): `keep_going(k, confidence (rows,) or None, tokens (rows, k))`, asked
                 before position k is chosen; False ends the block there, so a cut never depends on the token it drops.
         """
-        most, first = self.config.num_draft_tokens, self.config.first_draft_row
-        width = most if width is None else min(width, most)
-        hidden = self.block_states(anchor_ids, position_ids, context)[:, : first + width]
-        return self.chain(anchor_ids, hidden, select=select, keep_going=keep_going)
+        hidden = self.block_states(anchor_ids, position_ids, context)
+        return self.chain(anchor_ids, hidden, self.base_logits(hidden, width), select=select, keep_going=keep_going)
+
+    def base_logits(self, hidden: torch.Tensor, width: int | None = None) -> torch.Tensor:
+        """What a block's states `(rows, block_size, hidden)` say of its first `width` drafts, or of all."""
+        return self.unembed(hidden[:, self.config.first_draft_row :][:, :width])
 
     def chain(
         self,
         anchor_ids: torch.Tensor,
         hidden: torch.Tensor,
+        base: torch.Tensor | None = None,
         *,
         select: Select | None = None,
         keep_going: KeepGoing | None = None,
     ) -> Proposal:
         """
-        The sequential stage of [`~DSparkDrafter.propose`] over the first `(rows, n, hidden)` states of blocks. The
-        anchor's row comes first; in layout F it drafts nothing, so `n - 1` tokens do.
+        The sequential stage of [`~DSparkDrafter.propose`] over the first `(rows, n, hidden)` states of blocks, a token
+        for each of their [`~DSparkDrafter.base_logits`]. The anchor's row comes first; in layout F it drafts nothing.
         """
         select = select or (lambda k, logits, tokens: (logits.argmax(dim=-1), logits))
+        base = (self.base_logits(hidden) if base is None else base).float()
         previous, state = self._known(anchor_ids.to(self.device)), None
         if not self.config.sample_from_anchor:
             if self.markov_head is not None:  # a recurrent head reads the anchor's row as well
                 _, state = self.markov_head.features(self.markov_head.embed(previous), hidden[:, 0], None)
             hidden = hidden[:, 1:]
-        base = self.unembed(hidden).float()
         tokens, logits, confidences = anchor_ids.new_empty(anchor_ids.shape[0], 0), [], []
-        for k in range(hidden.shape[1]):
+        for k in range(base.shape[1]):
             embedded = None if self.markov_head is None else self.markov_head.embed(previous)
             confidence = self._confidence_at(k, hidden[:, k], embedded)
             if keep_going is not None and not keep_going(k, confidence, tokens):

@@ -46,11 +46,20 @@ class Quicker:
         modules = (module for model in (target, drafter) for module in model.modules())
         self._linears = {layer: functools.partial(_few_rows, layer) for layer in modules if _is_served(layer)}
         self.step = target if compiling is None else _step(target, compiling)
+        self._compiling, self._functions = compiling, dict[Callable[..., Any], Callable[..., Any]]()
         self._parts: list[tuple[Any, str, Callable[..., Any]]] = []
         if compiling is not None:
             self._parts = [(drafter, name, _compiled(getattr(drafter, name), compiling)) for name in COMPILED]
         if compiling is not None and isinstance(states, RecurrentRows):
             self._parts.append((states, "take", _compiled(states.take, compiling, dynamic=None)))
+
+    def part(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of tensors for any sizes, compiled if parts of this pair are; once for all that ask for it."""
+        if self._compiling is None:
+            return function
+        if function not in self._functions:
+            self._functions[function] = _compiled(function, self._compiling)
+        return self._functions[function]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

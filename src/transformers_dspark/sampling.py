@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import library
 from torch.nn import functional as F
 
 
@@ -27,6 +28,33 @@ class Verdict(NamedTuple):
     bonus: torch.Tensor
 
 
+@library.custom_op("transformers_dspark::best", mutates_args=())
+def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The greatest of `(..., n)` scores and the first index that has it, each `(...,)`; NaN is greater than any number.
+
+    An operator of its own, as a compiler would leave all the scores of a row to one block of threads.
+    """
+    greatest, ids = scores.max(dim=-1)
+    return greatest, ids
+
+
+@best.register_fake
+def _(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return scores.new_empty(scores.shape[:-1]), scores.new_empty(scores.shape[:-1], dtype=torch.long)
+
+
+@library.custom_op("transformers_dspark::cumulative", mutates_args=())
+def cumulative(weights: torch.Tensor) -> torch.Tensor:
+    """Sums of `(..., n)` weights up to each, in float64. An operator of its own for the same reason as [`best`]."""
+    return weights.double().cumsum(dim=-1)
+
+
+@cumulative.register_fake
+def _(weights: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(weights, dtype=torch.float64)
+
+
 def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """
     Draws one token a row by inverting the cumulative distribution.
@@ -41,10 +69,10 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.LongTensor` of shape `(...,)`; `vocab` where the weights are NaN or sum to nothing.
     """
-    cumulative = probs.double().cumsum(dim=-1)
-    total = cumulative[..., -1:]
+    sums = cumulative(probs)
+    total = sums[..., -1:]
     below = torch.minimum(uniforms.double()[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, below, right=True).squeeze(-1)
+    drawn = torch.searchsorted(sums, below, right=True).squeeze(-1)
     return torch.where(total.squeeze(-1) > 0, drawn, probs.shape[-1])
 
 
@@ -157,4 +185,4 @@ class RowNoise:
         return torch.stack(drawn).to(device)
 
 
-__all__ = ["Noise", "RowNoise", "Verdict", "accept", "accept_greedy", "draw", "pad_vocabulary"]
+__all__ = ["Noise", "RowNoise", "Verdict", "accept", "accept_greedy", "best", "draw", "pad_vocabulary"]

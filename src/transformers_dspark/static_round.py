@@ -24,14 +24,14 @@ from torch.nn import functional as F
 
 from . import ragged_ops
 from .backbone_dspark import KeysValues
-from .batch.drafting import Drafts, RowDrafting
+from .batch.drafting import Drafts, Quick, RowDrafting, ends_text, plain
 from .batch.processors import RowProcessors
 from .cache import RaggedCache
 from .configuration_dspark import SLIDING, DSparkConfig
 from .masks_dspark import Masks
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext
-from .sampling import Verdict, accept, accept_greedy
+from .sampling import Verdict, accept, accept_greedy, best
 from .scheduling import survival, top_k_lengths
 from .target import TargetTaps
 from .windows import WINDOW_KEYWORD, VerifyWindow
@@ -158,8 +158,10 @@ class RoundState:
 
     def __init__(self, rows: int, length: int, width: int, device: torch.device) -> None:
         self.text = torch.zeros(rows, length + 1, dtype=torch.long, device=device)
-        numbers = torch.zeros(4, rows, dtype=torch.long, device=device)
-        self.ends, self.entries, self.shifts, self.starts = numbers.unbind()
+        # each alone: a compiler would have to ask which of them share their memory
+        self.ends, self.entries, self.shifts, self.starts = (
+            torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)
+        )
         self.most = torch.tensor(width, device=device)
         self.limit = torch.tensor(length, device=device)
         self.live = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -187,6 +189,8 @@ class StaticRound:
         eos_ids (`Collection[int]`): Any of them ends a text.
         vocabulary (`int`): Of the target's logits.
         sampling (`bool`): Whether tokens are drawn.
+        quick (`Callable`): What makes a function of tensors quicker. Rounds that draft nothing do without, as their
+            shapes are others.
     """
 
     def __init__(
@@ -200,16 +204,16 @@ class StaticRound:
         *,
         vocabulary: int,
         sampling: bool,
+        quick: Quick = plain,
     ) -> None:
-        self.state, self.width = state, state.uniforms.shape[1] // 2
+        self.state, self.width, self._quick = state, state.uniforms.shape[1] // 2, quick
         rows, device = len(state.ends), state.text.device
         self._drafter, self._taps, self._cache = drafter, taps, cache
         self._processors = processors.reading_from(state.starts)
         self._context = StaticContext(cache.context, state.entries)
-        self._drafting = RowDrafting(drafter, self._processors, 0.0, eos_ids, device)
+        self._drafting = RowDrafting(drafter, self._processors, 0.0, eos_ids, device, quick)
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
         self._rows, self._vocabulary, self._sampling = torch.arange(rows, device=device), vocabulary, sampling
-        self._offsets = torch.arange(self.width + 1, device=device)
 
     def __call__(self, total: int, drafting: bool = True) -> RoundResult:
         """
@@ -219,36 +223,39 @@ class StaticRound:
             total (`int`): At least the rows whose text goes on.
             drafting (`bool`): Without it, rows send their anchors alone.
         """
-        state = self.state
-        drafts = self._draft() if drafting else Drafts.none(state.text, len(self._rows))
-        sent = drafts.usable
-        if total < drafts.tokens.numel() + len(self._rows):
-            certain = torch.ones_like(drafts.tokens) if drafts.confidence is None else drafts.confidence
-            budget = total - state.live.sum()
-            sent = top_k_lengths(survival(certain.to(state.text.device)), budget, drafts.usable)
-        counts = torch.where(state.live, 1 + sent, 0)
-        ends = counts.cumsum(dim=0)
-        window = self._window(counts, ends, total)
-        blocks = torch.cat((state.text[self._rows, state.ends - 1][:, None], drafts.tokens), dim=1)
-        ids = torch.cat((blocks, torch.zeros_like(blocks[:1])))[window.rows, window.offsets]
-        owners = window.rows.clamp(max=len(self._rows) - 1)
-        positions = torch.where(window.rows < len(self._rows), window.columns + state.shifts[owners], 0)
+        state, rows, capacity = self.state, len(self._rows), self._cache.context.capacity
+        quick = self._quick if drafting else plain
+        drafts = self._draft() if drafting else Drafts.none(state.text, rows)
+        cut = total < drafts.tokens.numel() + rows
+        confidence = None if drafts.confidence is None else drafts.confidence.to(state.text.device)
+        plan = quick(_planned)(state, drafts.tokens, drafts.usable, confidence, total, capacity, cut)
+        window = VerifyWindow(plan.places, plan.spans, rows + 1, self.width + 1, capacity)
         with self._cache.stepping(window):
             outputs = self._taps.step(
-                input_ids=ids[None],
-                position_ids=positions[None],
+                input_ids=plan.ids,
+                position_ids=plan.positions,
                 cache=self._cache,
                 use_cache=True,
                 **{WINDOW_KEYWORD: window},
                 **self._taps.forward_kwargs,
             )
         logits = outputs.logits[0].to(state.text.device, torch.float32)
-        scores = self._processors(state.text, owners, state.ends[owners] + window.offsets, logits)
-        places = ((ends - counts)[:, None] + self._offsets[: blocks.shape[1]]).clamp(max=total - 1)
-        verdict = self._judge(scores, places, drafts, sent)
+        scores = self._processors(state.text, plan.owners, plan.prefixes, logits)
         taps = self._taps.read(outputs, self._drafter.device, self._drafter.dtype)
-        self._cache.context.extend(self._drafter, taps, positions[None], window)
-        return self._commit(drafts, sent, verdict)
+        self._cache.context.extend(self._drafter, taps, plan.positions, window)
+        tokens, kept, accepted, failed = quick(_closed)(
+            state,
+            scores,
+            plan.checked,
+            drafts.tokens,
+            drafts.probs,
+            plan.sent,
+            self._eos,
+            self._vocabulary,
+            self._sampling,
+        )
+        self._cache.take(kept)
+        return RoundResult(tokens, kept, accepted, plan.sent, drafts.confidence, failed)
 
     def _draft(self) -> Drafts:
         state = self.state
@@ -265,45 +272,118 @@ class StaticRound:
             vocabulary=self._vocabulary,
         )
 
-    def _window(self, counts: torch.Tensor, ends: torch.Tensor, total: int) -> VerifyWindow:
-        """The windows of `counts` tokens, packed, and tokens of no text up to `total`."""
-        tokens, starts = torch.arange(total, device=counts.device), ends - counts
-        rows = torch.searchsorted(ends, tokens, right=True)
-        spare, owners = rows == len(counts), rows.clamp(max=len(counts) - 1)
-        offsets = torch.where(spare, 0, tokens - starts[owners])
-        columns = torch.where(spare, self._cache.context.capacity - 1, self.state.entries[owners] + offsets)
-        spans = torch.stack((F.pad(self.state.entries, (0, 1)), F.pad(ends, (1, 0)))).int()
-        places = torch.stack((rows, columns, offsets))
-        return VerifyWindow(places, spans, len(counts) + 1, self.width + 1, self._cache.context.capacity)
 
-    def _judge(self, scores: torch.Tensor, places: torch.Tensor, drafts: Drafts, sent: torch.Tensor) -> Verdict:
-        """Accepts or replaces drafts by packed `(total, vocab)` scores; `places` has those of each row's tokens."""
-        if not self._sampling:
-            ids = scores.argmax(dim=-1)
-            verdict = accept_greedy(ids[places], drafts.tokens, sent)
-            best = scores.gather(1, ids[:, None])[places, 0].gather(1, verdict.accepted[:, None]).squeeze(1)
-            return verdict._replace(bonus=torch.where(best > float("-inf"), verdict.bonus, self._vocabulary))
-        width = drafts.tokens.shape[1]
-        probs = scores.new_zeros(len(sent), width, self._vocabulary) if drafts.probs is None else drafts.probs
-        tests, bonus = self.state.uniforms[:, self.width : self.width + width], self.state.uniforms[:, -1]
-        return accept(scores.softmax(dim=-1)[places], probs, drafts.tokens, tests, bonus, sent)
+class _Plan(NamedTuple):
+    """
+    What a round sends.
 
-    def _commit(self, drafts: Drafts, sent: torch.Tensor, verdict: Verdict) -> RoundResult:
-        state = self.state
-        failed = state.live & (verdict.bonus >= self._vocabulary)
-        drafted = F.pad(drafts.tokens, (0, self.width + 1 - drafts.tokens.shape[1]))
-        tokens = torch.where(self._offsets < verdict.accepted[:, None], drafted, verdict.bonus[:, None])
-        ended = torch.isin(tokens, self._eos) | (state.ends[:, None] + self._offsets + 1 >= state.limit)
-        before = F.pad(ended[:, :-1], (1, 0)).long().cumsum(dim=1)
-        counts = (before == 0) & (self._offsets <= verdict.accepted[:, None]) & state.live[:, None]
-        kept = counts.sum(dim=1)
-        places = torch.where(counts, state.ends[:, None] + self._offsets, state.text.shape[1] - 1)
-        state.text.scatter_(1, places, tokens)
-        state.ends += kept
-        state.entries += kept
-        self._cache.take(kept)
-        state.live &= ~((ended & counts).any(dim=1) | failed)
-        return RoundResult(tokens, kept, torch.minimum(verdict.accepted, kept), sent, drafts.confidence, failed)
+    Args:
+        sent (`torch.LongTensor` of shape `(rows,)`): Drafts of each row.
+        places, spans: As a [`VerifyWindow`] has them; the row behind the last has the tokens of no text.
+        ids, positions (`torch.LongTensor` of shape `(1, total)`): The packed tokens.
+        owners, prefixes (`torch.LongTensor` of shape `(total,)`): Row of each token, and the tokens up to it.
+        checked (`torch.LongTensor` of shape `(rows, width + 1)`): Place of each of a row's tokens; where it sends
+            fewer, anything.
+    """
+
+    sent: torch.Tensor
+    places: torch.Tensor
+    spans: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    owners: torch.Tensor
+    prefixes: torch.Tensor
+    checked: torch.Tensor
+
+
+def _planned(
+    state: RoundState,
+    tokens: torch.Tensor,
+    usable: torch.Tensor,
+    confidence: torch.Tensor | None,
+    total: int,
+    capacity: int,
+    cut: bool,
+) -> _Plan:
+    """Windows of anchors and drafts, packed, and tokens of no text up to `total`; `cut` where there are too many."""
+    sent, device = usable, usable.device
+    if cut:
+        certain = torch.ones_like(tokens) if confidence is None else confidence
+        sent = top_k_lengths(survival(certain), total - state.live.sum(), usable)
+    counts = torch.where(state.live, 1 + sent, 0)
+    ends = counts.cumsum(dim=0)
+    starts, packed = ends - counts, torch.arange(total, device=device)
+    rows = torch.searchsorted(ends, packed, right=True)
+    spare, owners = rows == len(counts), rows.clamp(max=len(counts) - 1)
+    offsets = torch.where(spare, 0, packed - starts[owners])
+    columns = torch.where(spare, capacity - 1, state.entries[owners] + offsets)
+    anchors = state.text.gather(1, state.ends[:, None] - 1)
+    ids = torch.where(spare, 0, torch.cat((anchors, tokens), dim=1)[owners, offsets])
+    positions = torch.where(spare, 0, columns + state.shifts[owners])
+    return _Plan(
+        sent,
+        torch.stack((rows, columns, offsets)),
+        torch.stack((F.pad(state.entries, (0, 1)), F.pad(ends, (1, 0)))).int(),
+        ids[None],
+        positions[None],
+        owners,
+        state.ends[owners] + offsets,
+        (starts[:, None] + torch.arange(tokens.shape[1] + 1, device=device)).clamp(max=total - 1),
+    )
+
+
+def _closed(
+    state: RoundState,
+    scores: torch.Tensor,
+    checked: torch.Tensor,
+    drafted: torch.Tensor,
+    probs: torch.Tensor | None,
+    sent: torch.Tensor,
+    eos: torch.Tensor,
+    vocabulary: int,
+    sampling: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Accepts or replaces drafts by packed `(total, vocab)` scores and commits; some of what [`RoundResult`] holds."""
+    accepted, bonus = _judged(state, scores, checked, drafted, probs, sent, vocabulary, sampling)
+    width = state.uniforms.shape[1] // 2
+    offsets = torch.arange(width + 1, device=drafted.device)
+    failed = state.live & (bonus >= vocabulary)
+    padded = F.pad(drafted, (0, width + 1 - drafted.shape[1]))
+    tokens = torch.where(offsets < accepted[:, None], padded, bonus[:, None])
+    ended = ends_text(tokens, eos) | (state.ends[:, None] + offsets + 1 >= state.limit)
+    before = F.pad(ended[:, :-1], (1, 0)).long().cumsum(dim=1)
+    counts = (before == 0) & (offsets <= accepted[:, None]) & state.live[:, None]
+    kept = counts.sum(dim=1)
+    places = torch.where(counts, state.ends[:, None] + offsets, state.text.shape[1] - 1)
+    rows = torch.arange(len(kept), device=kept.device)
+    state.text.index_put_((rows[:, None], places), tokens)  # a compiler would copy the whole text to scatter into it
+    state.ends.add_(kept)
+    state.entries.add_(kept)
+    state.live.logical_and_(~((ended & counts).any(dim=1) | failed))
+    return tokens, kept, torch.minimum(accepted, kept), failed
+
+
+def _judged(
+    state: RoundState,
+    scores: torch.Tensor,
+    checked: torch.Tensor,
+    drafted: torch.Tensor,
+    probs: torch.Tensor | None,
+    sent: torch.Tensor,
+    vocabulary: int,
+    sampling: bool,
+) -> Verdict:
+    """What is accepted of each row, and its bonus: `vocabulary` where the scores leave no token to choose."""
+    if not sampling:
+        greatest, ids = best(scores)
+        accepted, bonus = accept_greedy(ids[checked], drafted, sent)
+        chosen = greatest[checked].gather(1, accepted[:, None]).squeeze(1)
+        return Verdict(accepted, torch.where(chosen > float("-inf"), bonus, vocabulary))
+    (rows, width), widest = drafted.shape, state.uniforms.shape[1] // 2
+    if probs is None:
+        probs = scores.new_zeros(rows, width, vocabulary)
+    tests, bonus = state.uniforms[:, widest : widest + width], state.uniforms[:, -1]
+    return accept(scores.softmax(dim=-1)[checked], probs, drafted, tests, bonus, sent)
 
 
 __all__ = ["RoundResult", "RoundState", "StaticContext", "StaticRound"]

@@ -98,7 +98,7 @@ class BatchDrafter(DSparkDrafter):
     rounds: int
     errs: bool = True
 
-    def propose(self, anchor_ids, position_ids, context, *, width=None, select=None, keep_going=None):
+    def block_states(self, anchor_ids, position_ids, context):
         size, vocab = self.config.block_size, self.config.vocab_size
         base = torch.zeros(len(anchor_ids), size, vocab)
         for row, (anchor, place) in enumerate(zip(anchor_ids.tolist(), position_ids.tolist(), strict=True)):
@@ -109,7 +109,7 @@ class BatchDrafter(DSparkDrafter):
                 base[row, k, (truth[k] + wrong) % vocab] = 5.0
         self.rounds += 1
         self.scripted_base = base
-        return super().propose(anchor_ids, position_ids, context, width=width, select=select, keep_going=keep_going)
+        return super().block_states(anchor_ids, position_ids, context)
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.scripted_base[:, : hidden.shape[1]]

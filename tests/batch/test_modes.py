@@ -86,14 +86,14 @@ class Watch:
     def __init__(self, target, drafter):
         self.sent, self.confidences = [], []
         self.hook = target.model.layers[0].register_forward_pre_hook(self.count)
-        propose = drafter.propose
+        chain = drafter.chain
 
         def watched(*args, **kwargs):
-            proposal = propose(*args, **kwargs)
+            proposal = chain(*args, **kwargs)
             self.confidences.append(proposal.confidence)
             return proposal
 
-        drafter.propose = watched
+        drafter.chain = watched
 
     def count(self, module, args):
         self.sent.append(args[0].shape[1])

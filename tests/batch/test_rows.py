@@ -116,14 +116,14 @@ class Counts:
     """Counts the blocks that a drafter makes."""
 
     def __init__(self, drafter, each=lambda: None):
-        self.rounds, propose = [], drafter.propose
+        self.rounds, block_states = [], drafter.block_states
 
         def counted(anchor_ids, *args, **kwargs):
             self.rounds.append(len(anchor_ids))
             each()
-            return propose(anchor_ids, *args, **kwargs)
+            return block_states(anchor_ids, *args, **kwargs)
 
-        drafter.propose = counted
+        drafter.block_states = counted
 
 
 def always_wrong(lab, target, ids, mask, steps, **changes):

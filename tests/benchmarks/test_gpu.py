@@ -16,6 +16,7 @@ from benchmarks.gpu.__main__ import main, parser, settings_of
 from benchmarks.gpu.bench import NO_DRAFTS, Bench
 from tests.cli.conftest import pair  # noqa: F401  (a fixture)
 from transformers_dspark import decoding, sampling
+from transformers_dspark.batch.drafting import RowDrafting
 from transformers_dspark.modeling_dspark import DSparkDrafter
 
 
@@ -107,7 +108,7 @@ def test_rounds_that_warm_up_are_no_rounds():
 
 
 def test_nothing_is_left_behind():
-    before = decoding.accept_greedy, DSparkDrafter._confidence_at, DSparkDrafter.propose
+    before = decoding.accept_greedy, DSparkDrafter._confidence_at, RowDrafting.__call__
     clock = profiles.RoundClock(torch.device("cpu"))
     with profiles.ForcedAcceptance(clock, 2, 7) as forced, clock:
         assert decoding.accept_greedy is not sampling.accept_greedy
@@ -119,7 +120,7 @@ def test_nothing_is_left_behind():
         verdict = decoding.accept_greedy(target_ids, drafts, lengths)  # the tables are zeros as yet
         assert [part.tolist() for part in verdict] == [[0, 0], [5, 1]]
         assert int(clock.round) == 2
-    assert (decoding.accept_greedy, DSparkDrafter._confidence_at, DSparkDrafter.propose) == before
+    assert (decoding.accept_greedy, DSparkDrafter._confidence_at, RowDrafting.__call__) == before
 
 
 def test_bytes_of_published_shapes():

@@ -37,7 +37,7 @@ class ScriptedDrafter(DSparkDrafter):
     wrong_slots: list[int | None]
     rounds: int
 
-    def propose(self, anchor_ids, position_ids, context, *, width=None, select=None, keep_going=None):
+    def block_states(self, anchor_ids, position_ids, context):
         wrong = self.wrong_slots[self.rounds % len(self.wrong_slots)]
         self.rounds += 1
         start = context.length + 1  # real tokens up to and including the anchor
@@ -46,7 +46,7 @@ class ScriptedDrafter(DSparkDrafter):
             truth = self.script[start + k] if start + k < len(self.script) else 0
             base[0, k, (truth + 1) % self.config.vocab_size if k == wrong else truth] = 5.0
         self.scripted_base = base
-        return super().propose(anchor_ids, position_ids, context, width=width, select=select, keep_going=keep_going)
+        return super().block_states(anchor_ids, position_ids, context)
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.scripted_base[:, : hidden.shape[1]]

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from ..backbone_dspark import DSparkContext
 from ..modeling_dspark import DSparkDrafter
-from ..sampling import draw, pad_vocabulary
+from ..sampling import best, draw, pad_vocabulary
 from .processors import RowProcessors
+
+
+Quick = Callable[[Callable[..., Any]], Callable[..., Any]]  # from a function of tensors to one that does the same
+
+
+def plain(part: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, compiled by nobody."""
+    return part
+
+
+def ends_text(tokens: torch.Tensor, eos: torch.Tensor) -> torch.Tensor:
+    """Which of the tokens are among the `(n,)` that end a text."""
+    return (tokens[..., None] == eos).any(dim=-1)  # `isin` would choose its way by the number of tokens
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,8 @@ class RowDrafting:
         threshold (`float`): A block is drafted on while any row's confidence has not fallen below it; 0 never asks.
         eos_ids (`Collection[int]`): A block ends with any of them.
         device (`torch.device`): Where texts are.
+        quick (`Callable`): What makes a function of tensors quicker. With processors or a threshold, which call code
+            that is not ours, the block's walk stays as it is.
     """
 
     def __init__(
@@ -74,8 +90,10 @@ class RowDrafting:
         threshold: float,
         eos_ids: Collection[int],
         device: torch.device,
+        quick: Quick = plain,
     ) -> None:
         self._drafter, self._processors, self._threshold = drafter, processors, threshold
+        self._quick = quick
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
 
     def __call__(
@@ -104,19 +122,38 @@ class RowDrafting:
                 without them each is the most probable token.
             vocabulary (`int`): Of the target's logits.
         """
-        last, processed = text.shape[1] - 1, not self._processors.are_none
-        best: list[torch.Tensor] = []  # by position the greatest score; NaN and infinities show up there
-        confident = torch.ones(len(rows), dtype=torch.bool)
+        device = self._drafter.device
+        anchors = text[rows, ends - 1].to(device)
+        hidden = self._drafter.block_states(anchors, positions.to(device), context)
+        base = self._drafter.base_logits(hidden, width)
+        alone = self._processors.are_none and self._threshold == 0
+        walk = self._quick(RowDrafting._walk) if alone else RowDrafting._walk
+        return Drafts(*walk(self, anchors, hidden, base, text, rows, ends, caps, drawn, vocabulary))
 
-        def ended(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            """Which of `(n, k)` drafts end their block, and which could be drawn at all."""
-            drawable = torch.isfinite(torch.stack(best[: tokens.shape[1]], dim=1))
-            return ~drawable | torch.isin(tokens.to(text.device), self._eos), drawable
+    def _walk(
+        self,
+        anchors: torch.Tensor,
+        hidden: torch.Tensor,
+        base: torch.Tensor,
+        text: torch.Tensor,
+        rows: torch.Tensor,
+        ends: torch.Tensor,
+        caps: torch.Tensor,
+        drawn: torch.Tensor | None,
+        vocabulary: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        """What [`Drafts`] hold, from a block's states and base logits."""
+        last, processed = text.shape[1] - 1, not self._processors.are_none
+        drawable: list[torch.Tensor] = []  # by position the rows whose scores leave a token: neither NaN nor infinite
+
+        def ended(tokens: torch.Tensor) -> torch.Tensor:
+            """Which of `(n, k)` drafts end their block."""
+            return ends_text(tokens.to(text.device), self._eos) | ~torch.stack(drawable[: tokens.shape[1]], dim=1)
 
         def going(k: int, tokens: torch.Tensor) -> list[int]:
             some = caps > k
             if k:
-                some = some & ~ended(tokens)[0].any(dim=1)
+                some = some & ~ended(tokens).any(dim=1)
             return some.nonzero().flatten().tolist()
 
         def select(k: int, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,41 +161,39 @@ class RowDrafting:
             if processed:
                 room = (ends + k).clamp(max=last + 1)
                 scores = self._processors.drafted(text, rows, room, scores.clone(), lambda: going(k, tokens))
-            ids = scores.argmax(dim=-1)
-            best.append(scores.gather(1, ids[:, None]).squeeze(1))
             if drawn is None:
+                greatest, ids = best(scores)
+                drawable.append(torch.isfinite(greatest))
                 scores = scores[:, :0]  # nobody asks what they were, and it costs to keep them
             else:
                 scores = scores.softmax(dim=-1)
-                ids = torch.where(torch.isfinite(best[-1]), draw(scores, drawn[:, k]), 0)
+                ids = draw(scores, drawn[:, k])
+                drawable.append(ids < scores.shape[-1])
+                ids = torch.where(drawable[-1], ids, 0)
             if processed:
                 text[rows, (ends + k).clamp(max=last)] = ids  # the last place is no draft's
             return ids, scores
 
-        def keep_going(k: int, confidence: torch.Tensor | None, tokens: torch.Tensor) -> bool:
-            confident.logical_and_((confidence >= self._threshold).cpu() if confidence is not None else confident)
-            return bool(confident.any())
+        going_on: Callable[..., bool] | None = None
+        if self._threshold > 0:
+            confident = torch.ones(len(rows), dtype=torch.bool)
 
-        device = self._drafter.device
-        proposal = self._drafter.propose(
-            text[rows, ends - 1].to(device),
-            positions.to(device),
-            context,
-            width=width,
-            select=select,
-            keep_going=keep_going if self._threshold > 0 else None,
-        )
+            def going_on(k: int, confidence: torch.Tensor | None, tokens: torch.Tensor) -> bool:
+                confident.logical_and_((confidence >= self._threshold).cpu() if confidence is not None else confident)
+                return bool(confident.any())
+
+        proposal = self._drafter.chain(anchors, hidden, base, select=select, keep_going=going_on)
         tokens = proposal.tokens.to(text.device)
         usable = torch.zeros_like(caps)
-        if best:
-            places = (ends[:, None] + torch.arange(len(best), device=text.device)).clamp(max=last)
+        if drawable:
+            places = (ends[:, None] + torch.arange(len(drawable), device=text.device)).clamp(max=last)
             text[rows[:, None], places] = tokens
-            over, drawable = ended(tokens)  # a draft counts if it could be drawn, and the block had not ended before
-            before = F.pad(over[:, :-1], (1, 0)).long().cumsum(dim=1)
-            usable = (drawable & (before == 0)).sum(dim=1)
-        probs = None if drawn is None or not best else proposal.logits  # `select` gave softmaxes
+            before = F.pad(ended(tokens)[:, :-1], (1, 0)).long().cumsum(dim=1)
+            # a draft counts if it could be drawn, and the block had not ended before
+            usable = (torch.stack(drawable, dim=1) & (before == 0)).sum(dim=1)
+        probs = None if drawn is None or not drawable else proposal.logits  # `select` gave softmaxes
         confidence = None if proposal.confidence is None else proposal.confidence.float()
-        return Drafts(tokens, probs, torch.minimum(usable, caps), confidence)
+        return tokens, probs, torch.minimum(usable, caps), confidence
 
 
-__all__ = ["Drafts", "RowDrafting"]
+__all__ = ["Drafts", "Quick", "RowDrafting", "ends_text", "plain"]
