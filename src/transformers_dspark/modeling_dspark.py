@@ -92,8 +92,7 @@ class DSparkDrafter(PreTrainedModel):
             ValueError: the target's hidden size, vocabulary or depth is not what this drafter was made for, or its
                 embedding or head is offloaded and cannot be borrowed.
         """
-        wrong = misfits(self.config, target)
-        if wrong:
+        if wrong := misfits(self.config, target):
             raise ValueError(
                 f"This drafter does not fit {type(target).__name__}: {'; '.join(wrong)}. Load the drafter that was "
                 "trained for this target, or train one with `dspark train`."
@@ -351,7 +350,7 @@ class DSparkDrafter(PreTrainedModel):
             if self.markov_head is not None:  # a recurrent head reads the anchor's row as well
                 _, state = self.markov_head.features(self.markov_head.embed(previous), hidden[:, 0], None)
             hidden = hidden[:, 1:]
-        tokens, logits, confidences = anchor_ids.new_empty(anchor_ids.shape[0], 0), [], []
+        tokens, chosen, logits, confidences = anchor_ids.new_empty(anchor_ids.shape[0], 0), [], [], []
         for k in range(base.shape[1]):
             embedded = None if self.markov_head is None else self.markov_head.embed(previous)
             confidence = self._confidence_at(k, hidden[:, k], embedded)
@@ -361,9 +360,10 @@ class DSparkDrafter(PreTrainedModel):
             if self.markov_head is not None and embedded is not None:
                 features, state = self.markov_head.features(embedded, hidden[:, k], state)
                 corrected = corrected + self.markov_head.markov_w2(features).float()
-            chosen, used = select(k, self.logits_to_target(corrected), tokens)
-            previous = self._known(chosen.to(self.device))
-            tokens = torch.cat((tokens, chosen.to(tokens.device)[:, None]), dim=1)
+            ids, used = select(k, self.logits_to_target(corrected), tokens)
+            previous = self._known(ids.to(self.device))
+            chosen.append(ids.to(tokens.device))
+            tokens = torch.stack(chosen, dim=1)  # where nobody reads those on the way, a compiler leaves them out
             logits.append(used)
             if confidence is not None:
                 confidences.append(confidence)

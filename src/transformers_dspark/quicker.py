@@ -47,6 +47,7 @@ class Quicker:
         self._linears = {layer: functools.partial(_few_rows, layer) for layer in modules if _is_served(layer)}
         self.step = target if compiling is None else _step(target, compiling)
         self._compiling, self._functions = compiling, dict[Callable[..., Any], Callable[..., Any]]()
+        self._in_place = False
         self._parts: list[tuple[Any, str, Callable[..., Any]]] = []
         if compiling is not None:
             self._parts = [(drafter, name, _compiled(getattr(drafter, name), compiling)) for name in COMPILED]
@@ -54,8 +55,8 @@ class Quicker:
             self._parts.append((states, "take", _compiled(states.take, compiling, dynamic=None)))
 
     def part(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of tensors for any sizes, compiled if parts of this pair are; once for all that ask for it."""
-        if self._compiling is None:
+        """A function of tensors for any sizes, compiled while the changes last; once for all that ask for it."""
+        if self._compiling is None or not self._in_place:
             return function
         if function not in self._functions:
             self._functions[function] = _compiled(function, self._compiling)
@@ -65,6 +66,8 @@ class Quicker:
     def __call__(self) -> Iterator[None]:
         """While it lasts, the pair is changed."""
         with lent_forwards(self._linears), ExitStack() as undone:
+            self._in_place = True
+            undone.callback(setattr, self, "_in_place", False)
             for owner, name, part in self._parts:
                 vars(owner)[name] = part
                 undone.callback(vars(owner).pop, name)

@@ -1,11 +1,15 @@
 """Rounds of fixed shape commit what the batched loop commits, whatever the budget; they read nothing back."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig
 
 from transformers_dspark import DSparkGenerationConfig
 from transformers_dspark.decoding import _Batch
+from transformers_dspark.quicker import COMPILED, Quicker
 from transformers_dspark.static_round import RoundState, StaticRound
 from transformers_dspark.target import few_rows_linears
 
@@ -13,10 +17,10 @@ from .conftest import ragged, texts_of
 
 
 class InStaticRounds:
-    """The batched loop's prompts, then rounds of fixed shape with these budgets, over and over."""
+    """The batched loop's prompts, then rounds of fixed shape with these budgets, over and over; maybe quicker ones."""
 
-    def __init__(self, *budgets, watch=None):
-        self.budgets, self.watch, self.results = budgets, watch, []
+    def __init__(self, *budgets, watch=None, quicker=None):
+        self.budgets, self.watch, self.quicker, self.results = budgets, watch, quicker, []
 
     def __call__(
         self, target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, **model_kwargs
@@ -24,7 +28,8 @@ class InStaticRounds:
         batch = _Batch(
             target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs
         )
-        with torch.no_grad(), batch.taps, few_rows_linears(target, drafter), batch.attention():
+        linears = nullcontext() if self.quicker else few_rows_linears(target, drafter)  # lent anew in each call
+        with torch.no_grad(), batch.taps, linears, batch.attention():
             batch.prefill()
             rows = len(batch.ends)
             order = [batch.places.index(row) for row in range(rows)]  # rows that have ended already changed places
@@ -46,6 +51,7 @@ class InStaticRounds:
                 batch._eos_ids,
                 vocabulary=batch._vocabulary,
                 sampling=batch._noise is not None,
+                **({"quick": self.quicker.part} if self.quicker else {}),
             )
             while state.live.any():
                 if batch._noise is not None:
@@ -53,7 +59,7 @@ class InStaticRounds:
                     drawn = batch._noise(rows_left.tolist(), 2 * batch._gamma + 1, batch.device)
                     state.uniforms[rows_left] = drawn
                 total = rows + self.budgets[len(self.results) % len(self.budgets)]
-                with self.watch or torch.no_grad():
+                with self.watch or torch.no_grad(), self.quicker() if self.quicker else nullcontext():
                     result = play(total, drafting=total > rows)
                 assert not result.failed.any()
                 self.results.append(result)
@@ -129,3 +135,61 @@ def test_nothing_is_read_back(lab, options):
     loop = InStaticRounds(7, watch=NothingReadBack())
     target.generate(ids, attention_mask=mask, custom_generate=loop, drafter=drafter, max_new_tokens=9, **options)
     assert loop.results
+
+
+def in_one_loop(lab, drafter, quicker, rows, budgets, **options):
+    """Tokens, and accepted lengths of each row."""
+    (ids, mask), loop = ragged(rows), InStaticRounds(*budgets, quicker=quicker)
+    config = DSparkGenerationConfig(dspark_loop="batched", seed=list(range(rows)), max_new_tokens=20, **options)
+    call = {"attention_mask": mask, "generation_config": config, "drafter": drafter}
+    tokens = lab.target().generate(ids, custom_generate=loop, **call)
+    return tokens.tolist(), [loop.accepted_lengths(row) for row in range(rows)]
+
+
+GREEDY, DRAWN = {"do_sample": False}, {"do_sample": True, "top_k": 0}
+WHOLE, CUT = (400,), (4, 7, 0)
+ROUNDS = {  # sizes and options in turn, and what is built for them beside the parts of the drafter
+    # the walk, the plan, the end of a round; a plan of fewer tokens than there are drafts; one row
+    "greedy": ([(3, WHOLE, GREEDY), (5, CUT, GREEDY), (5, WHOLE, GREEDY)], 4),
+    "sampling": ([(3, WHOLE, DRAWN), (5, CUT, DRAWN), (3, CUT, DRAWN)], 4),
+    "processors": ([(3, WHOLE, DRAWN | {"top_k": 9}), (5, WHOLE, DRAWN | {"temperature": 0.7})], 2),
+    "one row": ([(1, WHOLE, GREEDY), (1, CUT, GREEDY)], 4),
+}
+
+
+@pytest.mark.parametrize("rounds", ["greedy", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*ROUNDS][1:])])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_rounds_are_those_without_a_compiler(lab, rounds, backend):
+    """Tokens and accepted lengths; and whatever the sizes, little is built."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    drafter, (calls, built) = lab.drafter(), ROUNDS[rounds]
+    compiling = CompileConfig(backend=backend, fullgraph=True)
+    quicker, as_they_are = (Quicker(lab.target(), drafter, None, how) for how in (compiling, None))
+    for rows, budgets, options in calls:
+        expected = in_one_loop(lab, drafter, as_they_are, rows, budgets, **options)
+        assert in_one_loop(lab, drafter, quicker, rows, budgets, **options) == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= built + 2 * len(COMPILED)
+
+
+DRAFTERS = {
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "no head": {"markov_rank": 0, "enable_confidence_head": False},
+    "layout F": {"sample_from_anchor": False, "markov_head_type": "rnn"},
+    "reduced vocabulary": {"draft_vocab_size": 40},
+    "temperatures": {"confidence_temperatures": [0.5, 1.0, 2.0, 1.5]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", DRAFTERS.values(), ids=DRAFTERS)
+def test_drafters_of_every_kind_are_compiled(lab, changes):
+    torch.compiler.reset()
+    drafter, compiling = lab.drafter(**changes), CompileConfig(backend="eager", fullgraph=True)
+    if drafter.config.has_reduced_vocabulary:
+        drafter.d2t[:] = torch.arange(len(drafter.d2t)) // 2
+    quicker, as_they_are = (Quicker(lab.target(), drafter, None, how) for how in (compiling, None))
+    for options in (GREEDY, DRAWN):
+        expected = in_one_loop(lab, drafter, as_they_are, 3, CUT, **options)
+        assert in_one_loop(lab, drafter, quicker, 3, CUT, **options) == expected
