@@ -377,7 +377,7 @@ def test_compiled_once(lab, monkeypatch):
         plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)
         ours = play(target, drafter, ids, mask, max_new_tokens=12, compile_config=compiling)
         assert torch.equal(ours.sequences, plain)
-    parts = 1 + len(COMPILED)
+    parts = 1 + len(COMPILED) + 3  # of a round: the walk over a block, the plan, the end
     assert parts <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= parts + 2  # one row is a case of its own
 
 

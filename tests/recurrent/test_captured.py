@@ -288,4 +288,5 @@ def test_compiled_once(lab, kind, monkeypatch):
         plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)
         ours = play(target, drafter, ids, mask, max_new_tokens=12, compile_config=compiling)
         assert torch.equal(ours.sequences, plain)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 + len(COMPILED)  # the step; the states
+    built = torch._dynamo.utils.counters["stats"]["unique_graphs"] - len(COMPILED)
+    assert 5 <= built <= 6  # the step; the states; three parts of a round, of which other buffers may ask one anew
