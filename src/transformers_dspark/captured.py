@@ -200,6 +200,7 @@ class CapturedRounds:
                 eos_ids,
                 vocabulary=vocabulary,
                 sampling=sampling,
+                quick=self._quicker.part,
             )
             live = self.state.live.clone()
             self.state.live.fill_(False)  # nothing is committed while a round warms up
