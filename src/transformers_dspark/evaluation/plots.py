@@ -280,7 +280,7 @@ def _block_sizes(axes: Any, arms: Sequence[Mapping[str, Any]]) -> None:
                 lines[name].append((arm["block_size"], result["accepted_length"]))
     for name, style in _styled(list(lines)):
         axes.plot(*zip(*sorted(lines[name]), strict=True), label=name, **style)
-    axes.set(xlabel="drafted tokens", ylabel="accepted length", ylim=(1, None))
+    axes.set(xlabel="drafted tokens", ylabel="accepted length", ylim=(1, axes.get_ylim()[1] + 0.05))
     axes.legend()
 
 
