@@ -6,7 +6,10 @@ On a CUDA device they are Triton kernels; elsewhere their references, which wait
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import library
@@ -22,8 +25,7 @@ def served(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and _HAS_TRITON
 
 
-@library.custom_op("transformers_dspark::ragged_attention", mutates_args=())
-def attend(
+def _attend(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -66,13 +68,7 @@ def attend(
     )
 
 
-@attend.register_fake
-def _attended(query, key_cache, value_cache, *args):  # type: ignore[no-untyped-def]
-    return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
-
-
-@library.custom_op("transformers_dspark::write_entries", mutates_args=("key_cache", "value_cache"))
-def write(
+def _write(
     keys: torch.Tensor,
     values: torch.Tensor,
     key_cache: torch.Tensor,
@@ -94,6 +90,29 @@ def write(
     from .kernels.ragged_attention import write_entries
 
     write_entries(keys, values, key_cache, value_cache, places[0], places[1])
+
+
+def _operator(
+    name: str, function: Callable[..., Any], written: tuple[str, ...] = ()
+) -> tuple[Callable[..., Any], Any]:
+    """The function for calls, and as an operator for compilers: around a kernel, an operator takes longer than it."""
+    operator = library.custom_op(f"transformers_dspark::{name}", function, mutates_args=written)
+
+    @functools.wraps(function)
+    def call(first: torch.Tensor, *others: Any) -> Any:
+        directly = served(first) and not torch.compiler.is_compiling()
+        return (function if directly else operator)(first, *others)
+
+    return call, operator
+
+
+attend, _attend_operator = _operator("ragged_attention", _attend)
+write, _ = _operator("write_entries", _write, ("key_cache", "value_cache"))
+
+
+@_attend_operator.register_fake
+def _attended(query, key_cache, value_cache, *args):  # type: ignore[no-untyped-def]
+    return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
 
 
 __all__ = ["attend", "served", "write"]
