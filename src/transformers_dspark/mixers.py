@@ -30,11 +30,12 @@ def mixers(target: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 def _by_layer(target: PreTrainedModel) -> dict[int, list[nn.Module]]:
+    numbered = [module for module in target.modules() if getattr(module, "layer_idx", None) is not None]
+    keeping = {kind for kind in set(map(type, numbered)) if names_used(kind) & _UPDATES}
     found: dict[int, list[nn.Module]] = {}
-    for module in target.modules():
-        layer = getattr(module, "layer_idx", None)
-        if layer is not None and names_used(type(module)) & _UPDATES:
-            found.setdefault(int(layer), []).append(module)
+    for module in numbered:
+        if type(module) in keeping:
+            found.setdefault(int(module.layer_idx), []).append(module)
     return found
 
 

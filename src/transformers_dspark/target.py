@@ -141,11 +141,12 @@ def few_rows_linears(*models: nn.Module) -> AbstractContextManager[None]:
     lasts: on a CPU that makes a step over a handful of tokens hardly longer than one over a single token. A layer that
     is of another kind or not on the CPU, or whose forward someone else replaced, stays as it is.
     """
-    return _few_rows_lender(module for model in models for module in model.modules() if type(module) is nn.Linear)
+    layers = (module for model in models for module in model.modules() if type(module) is nn.Linear)
+    return _few_rows_lender(layer for layer in layers if layer.weight.device.type == "cpu")
 
 
 def _with_few_rows(layer: nn.Linear) -> Callable[[], object] | None:
-    if layer.weight.device.type != "cpu" or "forward" in vars(layer):
+    if "forward" in vars(layer):
         return None
     return lend_forward(layer, functools.partial(_few_rows, layer))
 

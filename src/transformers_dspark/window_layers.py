@@ -87,10 +87,11 @@ def _windowed(kind: type[nn.Module]) -> Callable[..., Any]:
 def missing_windows(target: PreTrainedModel) -> str | None:
     """Why a target's mixers cannot read windows this way, in words; `None` if they can, or if it has none."""
     size = target.config.get_text_config(decoder=True).hidden_size
-    for mixer in mixers(target).values():
+    found = mixers(target).values()
+    for mixer in found:
         if given_forward(mixer) is not None:
             return f"the forward of a {type(mixer).__name__} is not its own"
-    for mixer in one_of_each(mixers(target).values()):
+    for mixer in one_of_each(found):
         if reason := _tried(mixer, size, target.dtype):
             return f"{type(mixer).__name__} {reason}"
     return None
