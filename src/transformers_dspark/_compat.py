@@ -124,6 +124,14 @@ def attention_implementations(config: PreTrainedConfig) -> dict[str, str]:
     return {"": config._attn_implementation, **names}
 
 
+def takes_other_attention(model: PreTrainedModel) -> bool:
+    """
+    Whether `set_attn_implementation` changes anything: with models of the older kind it only warns. For `captured`, to
+    know without trying.
+    """
+    return bool(type(model)._can_set_attn_implementation())
+
+
 def own_attention(module: Any) -> Callable[..., tuple[Any, Any]]:
     """
     The attention function in the file of a model's attention module, its "eager" implementation; `attention` uses it

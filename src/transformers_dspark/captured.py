@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ._compat import has_hooks, keeps_recurrent_state
+from ._compat import has_hooks, keeps_recurrent_state, takes_other_attention
 from .batch.outputs import TokenRecords
 from .batch.processors import RowProcessors
 from .batch.stopping import RowStopping
@@ -35,6 +35,7 @@ from .window_layers import missing_windows
 logger = logging.get_logger(__name__)
 
 CAPACITY_STEP = 256  # texts of nearly the same length share their graphs
+MOST_GRAPHS = 128  # each processor's setting makes others; the oldest goes
 GROWTH_SHARE = 0.5  # of free memory, for caches beyond what the call in hand needs
 
 
@@ -90,13 +91,13 @@ class CapturedRounds:
         self.state = RoundState(rows, length, drafter.config.num_draft_tokens, target.device)
         self._target, self._drafter = target, drafter
         self._quicker = Quicker(target, drafter, self.cache.recurrent, compiling)
-        self._compiles = compiling is not None
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, step=self._quicker.step)
         self.failure: str | None = None  # why there are no graphs, after a capture that failed
         self._starved = False  # there was too little memory, which says nothing of another call
         self._addresses = _addresses(target, drafter)
         self._graphs: dict[tuple[Any, ...], Graph[Report]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
+        self.count = 0  # graphs made so far
+        self._pool = _pool(target.device)
         self._lock = threading.Lock()
 
     @classmethod
@@ -205,12 +206,16 @@ class CapturedRounds:
             live = self.state.live.clone()
             self.state.live.fill_(False)  # nothing is committed while a round warms up
             try:
-                self._graphs[key] = self._captured(lambda: _report(static(total, drafting)))
+                made = self._captured(lambda: _report(static(total, drafting)))
             except Exception as error:
                 self.failure, self._starved = in_a_line(error), ran_out_of_memory(error)
                 raise CaptureError(self.failure) from error
             finally:
                 self.state.live.copy_(live)
+            if len(self._graphs) == MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[key] = made
+            self.count += 1
         return self._graphs[key]
 
     def _captured(self, work: Callable[[], Report]) -> Graph[Report]:
@@ -219,22 +224,17 @@ class CapturedRounds:
             with self._quicker():
                 return Graph(work, self._target.device, self._pool)
         except Exception as error:  # whatever the models, their libraries or the compiler raise
-            if not self._compiles or ran_out_of_memory(error):
+            if self._quicker.compiling is None or ran_out_of_memory(error):
                 raise
-            logger.warning(f"DSpark captures rounds of this pair without compiling them: {in_a_line(error)}.")
-        self._quicker, self._compiles = Quicker(self._target, self._drafter, self.cache.recurrent, None), False
-        self.taps.forward = self._quicker.step
+            logger.warning(f"DSpark goes on without compiling the rounds of this pair: {in_a_line(error)}.")
+        self._quicker = Quicker(self._target, self._drafter, self.cache.recurrent, None)
+        self.taps.forward, self._pool = self._quicker.step, _pool(self._target.device)
         return self._captured(work)
 
     @property
     def room(self) -> tuple[int, int]:
         """Rows, and tokens of each text, for which there are buffers."""
         return self._needs.rows, self._needs.length
-
-    @property
-    def count(self) -> int:
-        """Graphs made so far."""
-        return len(self._graphs)
 
 
 def _report(result: RoundResult) -> Report:
@@ -276,6 +276,7 @@ def reason_against(
         "the target keeps states that are no keys and values": keeps_recurrent_state(target) and not mixers(target),
         "a model is in training mode": target.training or drafter.training,
         "autocast is on": torch.is_autocast_enabled("cuda"),
+        "the attention of the target cannot be replaced": not takes_other_attention(target),
         "the target carries adapters, which may be switched": getattr(target, "_hf_peft_config_loaded", False),
         "modules of the target have forward hooks": any(map(has_hooks, target.modules())),
     }
@@ -283,16 +284,31 @@ def reason_against(
     return met or missing_windows(target)
 
 
-def may_fill_memory(target: PreTrainedModel, drafter: DSparkDrafter, length: int) -> bool:
-    """Whether the caches of captured rounds, which have their full length at once, would take most of free memory."""
-    text = target.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    layers = text.num_hidden_layers + drafter.config.num_hidden_layers
-    needed = (
-        2 * 2 * layers * heads * size * target.dtype.itemsize * length
-    )  # keys and values, of a row and a spare one
-    return needed > GROWTH_SHARE * free_memory(target.device)
+def worth_a_try(target: PreTrainedModel, drafter: DSparkDrafter, length: int) -> bool:
+    """
+    Whether graphs are captured on the pair's device, and caches for a text of that many tokens, which have their whole
+    length at once, leave memory to others.
+    """
+    if _reason_against_device(target, drafter):
+        return False
+    held = 0 if drafter.captured is None else drafter.captured.cache.nbytes
+    needed = 2 * length * _entry_bytes(target, drafter)  # beside the row there is a spare one
+    return needed <= GROWTH_SHARE * (free_memory(target.device) + held)
+
+
+def _entry_bytes(target: PreTrainedModel, drafter: DSparkDrafter) -> int:
+    """Of a token's keys and values in all attention layers, as the configurations tell."""
+
+    def numbers(layer: PreTrainedConfig) -> int:
+        if latent := getattr(layer, "kv_lora_rank", None):
+            return int(latent + layer.qk_rope_head_dim)
+        queries = getattr(layer, "num_attention_heads", 0)
+        heads = getattr(layer, "num_key_value_heads", None) or queries
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // max(1, queries)
+        return int(2 * heads * size)
+
+    layers = (*target.config.get_text_config(decoder=True).per_layer_config, *drafter.config.per_layer_config)
+    return target.dtype.itemsize * sum(map(numbers, layers))
 
 
 def _reason_against_device(*models: PreTrainedModel) -> str | None:
@@ -309,6 +325,11 @@ def free_memory(device: torch.device) -> float:
         return math.inf
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def _pool(device: torch.device) -> Any:
+    """Memory for graphs that never run at the same time."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def in_a_line(error: Exception) -> str:
@@ -330,4 +351,4 @@ def _addresses(*models: torch.nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-__all__ = ["CaptureError", "CapturedRounds", "Needs", "may_fill_memory", "reason_against"]
+__all__ = ["CaptureError", "CapturedRounds", "Needs", "reason_against", "worth_a_try"]

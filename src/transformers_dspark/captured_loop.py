@@ -141,7 +141,7 @@ class CapturedLoop:
         return done
 
     def end(self, row: int) -> None:
-        """Ends a row's text, perhaps for a reason that the device does not know."""
+        """Ends a row's text, unless the device has ended it already."""
         if row in self._gone:
             return  # the device ended it by itself, at the right token
         self._gone.add(row)

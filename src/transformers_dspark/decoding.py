@@ -31,7 +31,7 @@ from .captured import CapturedRounds, CaptureError, Needs, reason_against
 from .captured_loop import CapturedLoop, CapturedRound
 from .generation_config import DraftingOptions
 from .modeling_dspark import DSparkDrafter
-from .sampling import RowNoise, Verdict, accept, accept_greedy
+from .sampling import RowNoise, Verdict, accept, accept_greedy, best
 from .strict import check_repeats, filled, tokens_of_a_step
 from .target import TargetTaps, few_rows_linears, learned_positions
 from .telemetry import DSparkGenerateOutput, GenerationStats
@@ -90,21 +90,11 @@ def batched_decoding(
         )
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(f"A streamer shows one text, and this call has {input_ids.shape[0]}: leave it out.")
-    batch = _Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
-    with batch, torch.no_grad(), batch.taps, few_rows_linears(target, drafter), batch.attention():
-        tokens = batch.prefill()
-        while True:
-            if streamer is not None and tokens[0]:
-                streamer.put(torch.tensor(tokens[0]))
-            if not batch.live:
-                break
-            tokens = batch.captured_round() if batch.plays_graphs else batch.round()
-        if streamer is not None:
-            streamer.end()
-        return batch.output()
+    batch = Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
+    return batch.decode(streamer)
 
 
-class _Batch:
+class Batch:
     """The state of one call."""
 
     def __init__(
@@ -154,7 +144,7 @@ class _Batch:
         )
         self.cache: RaggedCache = self.inputs.cache
 
-    def __enter__(self) -> _Batch:
+    def __enter__(self) -> Batch:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -165,6 +155,20 @@ class _Batch:
     def plays_graphs(self) -> bool:
         """Whether the next round is a captured one."""
         return self.captured is not None and self.captured.failure is None
+
+    def decode(self, streamer: BaseStreamer | None) -> ModelOutput | torch.LongTensor:
+        """The whole call."""
+        with self, torch.no_grad(), self.taps, few_rows_linears(self.target, self.drafter), self.attention():
+            tokens = self.prefill()
+            while True:
+                if streamer is not None and tokens[0]:
+                    streamer.put(torch.tensor(tokens[0]))
+                if not self.live:
+                    break
+                tokens = self.captured_round() if self.plays_graphs else self.round()
+            if streamer is not None:
+                streamer.end()
+            return self.output()
 
     def _new_cache(self) -> RaggedCache:
         reason = reason_against(self.target, self.drafter, self.options, self.config, self._processors, self._stopping)
@@ -400,10 +404,11 @@ class _Batch:
         width, admitted = scores.shape[1] - 1, torch.tensor(lengths, device=self.device)
         tokens = tokens[:, :width]
         if self._drawn is None:
-            verdict = accept_greedy(scores.argmax(dim=-1), tokens, admitted)
-            best = scores[torch.arange(len(lengths), device=self.device), verdict.accepted].amax(dim=-1)
+            greatest, ids = best(scores)
+            verdict = accept_greedy(ids, tokens, admitted)
+            chosen = greatest.gather(1, verdict.accepted[:, None]).squeeze(1)
             # NaN, or no token that is allowed; a draw notices both itself
-            return verdict._replace(bonus=torch.where(best > float("-inf"), verdict.bonus, scores.shape[-1]))
+            return verdict._replace(bonus=torch.where(chosen > float("-inf"), verdict.bonus, scores.shape[-1]))
         if probs is None:
             probs = scores.new_zeros(len(lengths), width, scores.shape[-1])
         tests, bonus = self._drawn[:, self._gamma : self._gamma + width], self._drawn[:, -1]
@@ -484,4 +489,4 @@ class _Batch:
         )
 
 
-__all__ = ["batched_decoding"]
+__all__ = ["Batch", "batched_decoding"]

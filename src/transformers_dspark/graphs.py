@@ -34,10 +34,12 @@ class Graph(Generic[Result]):
             return
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                work()
-        torch.cuda.current_stream(device).wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    work()
+        finally:  # what has been launched may read what comes next, also where the rest failed
+            torch.cuda.current_stream(device).wait_stream(side)
         gc.collect()  # what is freed while a capture runs would end it
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

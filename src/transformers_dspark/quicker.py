@@ -34,6 +34,7 @@ class Quicker:
 
     Attributes:
         step (`Callable`): The target's forward.
+        compiling (`CompileConfig`, *optional*): As given.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Quicker:
         modules = (module for model in (target, drafter) for module in model.modules())
         self._linears = {layer: functools.partial(_few_rows, layer) for layer in modules if _is_served(layer)}
         self.step = target if compiling is None else _step(target, compiling)
-        self._compiling, self._functions = compiling, dict[Callable[..., Any], Callable[..., Any]]()
+        self.compiling, self._functions = compiling, dict[Callable[..., Any], Callable[..., Any]]()
         self._in_place = False
         self._parts: list[tuple[Any, str, Callable[..., Any]]] = []
         if compiling is not None:
@@ -55,11 +56,14 @@ class Quicker:
             self._parts.append((states, "take", _compiled(states.take, compiling, dynamic=None)))
 
     def part(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of tensors for any sizes, compiled while the changes last; once for all that ask for it."""
-        if self._compiling is None or not self._in_place:
+        """
+        A function of tensors for any sizes, compiled while the changes last, once for all that ask for it. Rounds made
+        with an earlier [`Quicker`] so find their functions as they are.
+        """
+        if self.compiling is None or not self._in_place:
             return function
         if function not in self._functions:
-            self._functions[function] = _compiled(function, self._compiling)
+            self._functions[function] = _compiled(function, self.compiling)
         return self._functions[function]
 
     @contextmanager

@@ -28,29 +28,36 @@ class Verdict(NamedTuple):
     bonus: torch.Tensor
 
 
-@library.custom_op("transformers_dspark::best", mutates_args=())
 def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The greatest of `(..., n)` scores and the first index that has it, each `(...,)`; NaN is greater than any number.
-
-    An operator of its own, as a compiler would leave all the scores of a row to one block of threads.
     """
+    return _best(scores) if torch.compiler.is_compiling() else tuple(scores.max(dim=-1))  # type: ignore[return-value]
+
+
+def cumulative(weights: torch.Tensor) -> torch.Tensor:
+    """Sums of `(..., n)` weights up to each, in float64."""
+    return _cumulative(weights) if torch.compiler.is_compiling() else weights.double().cumsum(dim=-1)
+
+
+# Operators of their own for compilers, which would leave all the scores of a row to one block of threads.
+@library.custom_op("transformers_dspark::best", mutates_args=())
+def _best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     greatest, ids = scores.max(dim=-1)
     return greatest, ids
 
 
-@best.register_fake
+@_best.register_fake
 def _(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.new_empty(scores.shape[:-1]), scores.new_empty(scores.shape[:-1], dtype=torch.long)
 
 
 @library.custom_op("transformers_dspark::cumulative", mutates_args=())
-def cumulative(weights: torch.Tensor) -> torch.Tensor:
-    """Sums of `(..., n)` weights up to each, in float64. An operator of its own for the same reason as [`best`]."""
+def _cumulative(weights: torch.Tensor) -> torch.Tensor:
     return weights.double().cumsum(dim=-1)
 
 
-@cumulative.register_fake
+@_cumulative.register_fake
 def _(weights: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(weights, dtype=torch.float64)
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ._compat import keeps_recurrent_state
 from .assisted import assisted_decoding, check_request
-from .batch.inputs import BatchInputs
-from .batch.processors import RowProcessors
-from .batch.stopping import RowStopping
 from .cache import RaggedCache
-from .captured import may_fill_memory, reason_against
+from .captured import worth_a_try
 from .compressed import compressing
 from .configuration_dspark import DSparkConfig
-from .decoding import batched_decoding
+from .decoding import Batch, batched_decoding
 from .divergence import check_greedy
 from .generation_config import DraftingOptions
 from .modeling_dspark import DSparkDrafter
@@ -63,9 +62,6 @@ def decoding(
         or options.strict_greedy
         or isinstance(cache, RaggedCache)
         or (keeps_recurrent_state(target) and not compressing(target))
-        or _plays_graphs(
-            target, assistant_model, options, generation_config, logits_processor, stopping_criteria, kwargs
-        )
     )
     batched = options.loop == "batched" or (options.loop == "auto" and ours)
     if batched and kwargs.pop("synced_gpus", False):
@@ -91,6 +87,8 @@ def decoding(
     if options.strict_greedy:
         check_strict(target, generation_config, batched)
     loop = batched_decoding if batched else assisted_decoding
+    if options.loop == "auto" and not batched and _leaves_the_cache_to_us(generation_config, kwargs):
+        loop = captured_or_assisted
     fresh = copy.deepcopy(logits_processor) if options.report_divergence else None  # before the loop moves their state
     output: Any = loop(
         target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, **kwargs
@@ -102,30 +100,33 @@ def decoding(
     return output
 
 
-def _plays_graphs(
-    target: PreTrainedModel,
-    drafter: DSparkDrafter,
-    options: DraftingOptions,
-    config: GenerationConfig,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    kwargs: dict[str, Any],
-) -> bool:
-    """Whether the batched loop is the quicker one for a prompt: it can capture its rounds, and has memory enough."""
+def _leaves_the_cache_to_us(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
+    """Whether a call asks for no cache in particular, nor for several processes in step."""
     cache = kwargs.get("cache")
-    if (
-        config.output_attentions
-        or config.cache_implementation is not None
-        or kwargs.get("synced_gpus")
-        or (cache is not None and cache.get_seq_length() > 0)
-        or BatchInputs.beyond_text(target, kwargs)
-    ):
-        return False
-    stopping = RowStopping(criteria, int(config.max_length))
-    by_row = RowProcessors(processors, 1, stopping.eos_ids)
-    if reason_against(target, drafter, options, config, by_row, stopping) is not None:
-        return False
-    return not may_fill_memory(target, drafter, stopping.max_length)
+    fresh = cache is None or (type(cache) is DynamicCache and cache.get_seq_length() == 0)
+    return fresh and config.cache_implementation is None and not kwargs.get("synced_gpus")
+
+
+def captured_or_assisted(
+    target: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: DSparkDrafter,
+    streamer: BaseStreamer | None = None,
+    **kwargs: Any,
+) -> ModelOutput | torch.LongTensor:
+    """One prompt: in the batched loop if that captures its rounds, and so is the quicker one."""
+    call = target, input_ids, logits_processor, stopping_criteria, generation_config, drafter
+    if not generation_config.output_attentions and worth_a_try(target, drafter, int(generation_config.max_length)):
+        with torch.inference_mode(False):  # as for `batched_decoding`
+            batch = None
+            with suppress(NotImplementedError, ValueError):  # what that loop refuses, the other may serve
+                batch = Batch(*call, kwargs)
+            if batch is not None and batch.plays_graphs:
+                return batch.decode(streamer)
+    return assisted_decoding(*call, streamer=streamer, **kwargs)
 
 
 def generate(

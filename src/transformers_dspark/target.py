@@ -35,7 +35,7 @@ class TargetTaps:
         step (`Callable`, *optional*): Another form of the target's forward, for [`~TargetTaps.step`].
 
     Attributes:
-        forward (`Callable`): That form, which may be replaced by a third.
+        forward (`Callable`): What [`~TargetTaps.step`] calls; another one takes its place where compilation failed.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
 OWN_VALUES = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}
-SHARED_VALUES = {"attention_k_eq_v": True, "global_head_dim": 8, "num_global_key_value_heads": 2}
+SHARED_VALUES = {"attention_k_eq_v": True, "global_head_dim": 16, "num_global_key_value_heads": 2}
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**COMMON, sliding_window=6)),
     # its layers learn of their window by the mask alone

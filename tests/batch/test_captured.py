@@ -12,11 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import CompileConfig, MaxTimeCriteria, TextStreamer
+from transformers import BloomForCausalLM, CompileConfig, FalconForCausalLM, MaxTimeCriteria, TextStreamer
 from transformers.generation import EosTokenCriteria
 
+from tests.slot.conftest import VOCAB
 from transformers_dspark import DSparkGenerationConfig, captured, captured_loop, decoding, ragged_ops
-from transformers_dspark.cache import RaggedLayer
+from transformers_dspark.cache import RaggedCache, RaggedLayer
 from transformers_dspark.graphs import Graph
 from transformers_dspark.quicker import COMPILED
 from transformers_dspark.round_size import tiers
@@ -208,6 +209,54 @@ def test_one_prompt_takes_the_other_loop_where_memory_is_short(lab, monkeypatch)
     ours, plain = one_prompt(lab, drafter, ids)
     assert drafter.captured is None
     assert torch.equal(ours.sequences, plain.sequences)
+
+
+def test_one_prompt_takes_the_other_loop_behind_a_failed_capture(lab, monkeypatch):
+    class Failing(Graph):
+        def __init__(self, *args):
+            raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(captured, "Graph", Failing)
+    drafter, (ids, _) = lab.drafter(), ragged(1)
+    for _ in range(2):
+        ours, plain = one_prompt(lab, drafter, ids)
+        assert torch.equal(ours.sequences, plain.sequences)
+    assert not isinstance(ours.cache, RaggedCache)
+
+
+def test_memory_that_an_equal_call_holds_is_no_reason_against(lab, monkeypatch):
+    drafter, (ids, _) = lab.drafter(), ragged(1)
+    one_prompt(lab, drafter, ids)
+    monkeypatch.setattr(captured, "free_memory", lambda device: 0.0)
+    ours, _ = one_prompt(lab, drafter, ids)
+    assert isinstance(ours.cache, RaggedCache)
+
+
+@pytest.mark.parametrize("make", [BloomForCausalLM, FalconForCausalLM])
+def test_one_prompt_of_a_target_whose_attention_cannot_be_replaced(lab, make):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 0}
+    config = make.config_class(**sizes, num_hidden_layers=3, num_attention_heads=4, eos_token_id=None)
+    target, drafter, (ids, _) = make(config).eval(), lab.drafter(), ragged(1)
+    plain = target.generate(ids, do_sample=False, max_new_tokens=9)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=9), plain)
+    assert drafter.captured is None
+
+
+def test_one_prompt_of_a_target_whose_layers_differ(lab):
+    target, drafter, (ids, _) = lab.target("gemma4"), lab.drafter(), ragged(1)
+    assert len({layer.head_dim for layer in target.config.get_text_config().per_layer_config}) == 2
+    plain = target.generate(ids, do_sample=False, max_new_tokens=9)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=9), plain)
+    assert drafter.captured is not None
+
+
+def test_the_oldest_graph_goes(lab, monkeypatch):
+    monkeypatch.setattr(captured, "MOST_GRAPHS", 2)
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(2)
+    for temperature in (0.5, 0.7, 0.9, 0.5):
+        play(target, drafter, ids, mask, do_sample=True, seed=1, temperature=temperature, eos_token_id=None)
+    assert len(drafter.captured._graphs) <= 2
+    assert drafter.captured.count >= 4
 
 
 def test_a_cache_of_transformers_stays_in_its_loop(lab):

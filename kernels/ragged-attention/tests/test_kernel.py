@@ -181,7 +181,7 @@ def test_launches_of_other_sizes_compile_nothing():
 
     before = None
     for lengths, widths in (([70, 9, 80], [8, 8, 16]), ([100], [1]), ([0, 0], [3, 90]), ([30] * 16, [1] * 16)):
-        inputs = make(lengths, widths, heads=4, head_dim=16, value_dim=16, capacity=128)
+        inputs = make(lengths, widths, heads=6, head_dim=16, value_dim=16, capacity=128)
         spans = torch.tensor([[*lengths, 0], inputs["offsets"].tolist()], dtype=torch.int32, device=DEVICE)
         run(inputs | {"lengths": spans[0, :-1], "offsets": spans[1]}, max_width=max(widths))
         places = torch.tensor([(r, n + k) for r, n in enumerate(lengths) for k in range(widths[r])]).T.contiguous()

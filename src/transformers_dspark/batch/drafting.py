@@ -79,8 +79,8 @@ class RowDrafting:
         threshold (`float`): A block is drafted on while any row's confidence has not fallen below it; 0 never asks.
         eos_ids (`Collection[int]`): A block ends with any of them.
         device (`torch.device`): Where texts are.
-        quick (`Callable`): What makes a function of tensors quicker. With processors or a threshold, which call code
-            that is not ours, the block's walk stays as it is.
+        quick (`Callable`): What makes a function of tensors quicker. The block's walk stays as it is with processors,
+            whose code is not ours, and with a threshold, which asks the host.
     """
 
     def __init__(

@@ -114,11 +114,10 @@ def _online(
 
 
 # What differs from launch to launch must not make another kernel: compilation would take longer than the launches do.
-_SIZES = ["total_tokens", "token_blocks", "max_width", "splits"]
-_ROWS = ["lengths", "offsets"]  # views, which may begin anywhere
+_VIEWS = ["lengths", "offsets", "partial_sum"]  # which may begin anywhere
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
+@triton.jit(do_not_specialize=["total_tokens", "token_blocks", "splits"], do_not_specialize_on_alignment=_VIEWS)
 def _partial(
     query,
     key_cache,
@@ -243,7 +242,7 @@ def _partial(
         tl.store(partial_acc + index[:, None] * value_dim + e[None, :], acc, mask=valid[:, None] & in_e[None, :])
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ROWS)
+@triton.jit(do_not_specialize=["max_width", "splits"], do_not_specialize_on_alignment=_VIEWS)
 def _combine(
     lengths,
     offsets,
