@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from transformers_dspark import StepCostTable
 from transformers_dspark.cli import main
+from transformers_dspark.step_costs import DraftCost, StepCost
 
 
 def call(pair, command, *more):
@@ -74,6 +76,14 @@ def test_refusals(pair, capsys, command, words, part):
     error = capsys.readouterr().err
     assert part in error
     assert error.count("\n") == 1
+
+
+def test_bench_with_costs_is_compact(pair):
+    costs = StepCostTable((StepCost(1, 1, 8, 1e-3), StepCost(1, 8, 8, 2e-3)), (DraftCost(1, 1e-4),))
+    (pair / "costs.json").write_text(json.dumps(costs.to_dict()))
+    words = ("--rows", "1", "--repeats", "1", "--costs", f"{pair}/costs.json")
+    assert call(pair, "bench", f"{pair}/prompts.jsonl", *words) == 0
+    assert list(result(pair)["runs"][0]["modes"]) == ["compact"]
 
 
 def test_bench_compares_and_keeps_what_was_finished(pair, capsys, monkeypatch):

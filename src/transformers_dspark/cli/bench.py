@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=positive_int, nargs="+", default=[1, 4, 16], metavar="N", help="of a batch (default: 1 4 16)"
     )
-    parser.add_argument("--modes", nargs="+", choices=MODE_NAMES, default=["static"], help="(default: static)")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODE_NAMES, help="causal: compact by the other scheduler (default: as in a call)"
+    )
     add_timing_options(parser)
     add_answer_options(parser, 96)
     add_pair_options(parser)
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.modes = args.modes or ["static" if args.costs is None else "compact"]
     if args.costs is None and set(args.modes) - {"static"}:
         raise UsageError(
             f"--modes {' '.join(args.modes)} needs --costs FILE: make one with `dspark profile --out FILE`"
