@@ -41,6 +41,13 @@ def test_same_logits(target, rows):
     torch.testing.assert_close(quick, plain, rtol=1e-5, atol=1e-6)
 
 
+def test_strides_are_those_of_a_product(target):
+    """Some models look at pairs of numbers as complex ones."""
+    with torch.inference_mode(), few_rows_linears(target):
+        for rows in (1, 2, 3, 8, 9):
+            assert target.lm_head(torch.ones(1, rows, target.lm_head.in_features)).is_contiguous()
+
+
 def test_restored_after_an_error(target):
     def fail() -> None:
         with few_rows_linears(target):

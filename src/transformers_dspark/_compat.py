@@ -121,7 +121,16 @@ def attention_implementations(config: PreTrainedConfig) -> dict[str, str]:
     """
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     names = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    names = {name: chosen for name, chosen in names.items() if chosen is not None}  # a part without attention
     return {"": config._attn_implementation, **names}
+
+
+def is_of_adapters(module: Any) -> bool:
+    """
+    Whether PEFT put a module into a model. Models tell of adapters that were loaded through them alone, and one that
+    `get_peft_model` changed does not know of it.
+    """
+    return type(module).__module__.partition(".")[0] == "peft"
 
 
 def takes_other_attention(model: PreTrainedModel) -> bool:
@@ -213,6 +222,7 @@ __all__ = [
     "generation_defaults",
     "graph_pass",
     "has_hooks",
+    "is_of_adapters",
     "keeps_recurrent_state",
     "learns_prompt",
     "mark_size",
@@ -220,5 +230,6 @@ __all__ = [
     "one_build_for_all_shapes",
     "own_attention",
     "rebind",
+    "takes_other_attention",
     "unassisted_mode",
 ]

@@ -134,7 +134,7 @@ def few_rows_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     flat = states.reshape(rows, -1)
     if rows == 3:  # four are quicker than three
         flat = F.pad(flat, (0, 0, 0, 1))
-    product = (weight @ flat.t()).t()[:rows].reshape(*states.shape[:-1], -1)
+    product = (weight @ flat.t()).t()[:rows].contiguous().reshape(*states.shape[:-1], -1)
     return product if bias is None else product + bias
 
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
-from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ._compat import has_hooks, keeps_recurrent_state, takes_other_attention
+from ._compat import has_hooks, is_of_adapters, keeps_recurrent_state, takes_other_attention
 from .batch.outputs import TokenRecords
 from .batch.processors import RowProcessors
 from .batch.stopping import RowStopping
@@ -90,7 +90,11 @@ class CapturedRounds:
         self.cache = RaggedCache(target, drafter, rows + 1, length)
         self.state = RoundState(rows, length, drafter.config.num_draft_tokens, target.device)
         self._target, self._drafter = target, drafter
-        self._quicker = Quicker(target, drafter, self.cache.recurrent, compiling)
+        try:
+            self._quicker = Quicker(target, drafter, self.cache.recurrent, compiling)
+        except Exception as error:  # a backend or an option that the compiler does not know
+            logger.warning(f"DSpark goes on without compiling the rounds of this pair: {in_a_line(error)}.")
+            self._quicker = Quicker(target, drafter, self.cache.recurrent, None)
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, step=self._quicker.step)
         self.failure: str | None = None  # why there are no graphs, after a capture that failed
         self._starved = False  # there was too little memory, which says nothing of another call
@@ -277,38 +281,11 @@ def reason_against(
         "a model is in training mode": target.training or drafter.training,
         "autocast is on": torch.is_autocast_enabled("cuda"),
         "the attention of the target cannot be replaced": not takes_other_attention(target),
-        "the target carries adapters, which may be switched": getattr(target, "_hf_peft_config_loaded", False),
+        "the target carries adapters, which may be switched": any(map(is_of_adapters, target.modules())),
         "modules of the target have forward hooks": any(map(has_hooks, target.modules())),
     }
     met = next((reason for reason, met in reasons.items() if met), None)
     return met or missing_windows(target)
-
-
-def worth_a_try(target: PreTrainedModel, drafter: DSparkDrafter, length: int) -> bool:
-    """
-    Whether graphs are captured on the pair's device, and caches for a text of that many tokens, which have their whole
-    length at once, leave memory to others.
-    """
-    if _reason_against_device(target, drafter):
-        return False
-    held = 0 if drafter.captured is None else drafter.captured.cache.nbytes
-    needed = 2 * length * _entry_bytes(target, drafter)  # beside the row there is a spare one
-    return needed <= GROWTH_SHARE * (free_memory(target.device) + held)
-
-
-def _entry_bytes(target: PreTrainedModel, drafter: DSparkDrafter) -> int:
-    """Of a token's keys and values in all attention layers, as the configurations tell."""
-
-    def numbers(layer: PreTrainedConfig) -> int:
-        if latent := getattr(layer, "kv_lora_rank", None):
-            return int(latent + layer.qk_rope_head_dim)
-        queries = getattr(layer, "num_attention_heads", 0)
-        heads = getattr(layer, "num_key_value_heads", None) or queries
-        size = getattr(layer, "head_dim", None) or layer.hidden_size // max(1, queries)
-        return int(2 * heads * size)
-
-    layers = (*target.config.get_text_config(decoder=True).per_layer_config, *drafter.config.per_layer_config)
-    return target.dtype.itemsize * sum(map(numbers, layers))
 
 
 def _reason_against_device(*models: PreTrainedModel) -> str | None:
@@ -351,4 +328,4 @@ def _addresses(*models: torch.nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-__all__ = ["CaptureError", "CapturedRounds", "Needs", "reason_against", "worth_a_try"]
+__all__ = ["CaptureError", "CapturedRounds", "Needs", "reason_against"]

@@ -90,11 +90,21 @@ def batched_decoding(
         )
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(f"A streamer shows one text, and this call has {input_ids.shape[0]}: leave it out.")
-    batch = Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
-    return batch.decode(streamer)
+    batch = _Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
+    with batch, torch.no_grad(), batch.taps, few_rows_linears(target, drafter), batch.attention():
+        tokens = batch.prefill()
+        while True:
+            if streamer is not None and tokens[0]:
+                streamer.put(torch.tensor(tokens[0]))
+            if not batch.live:
+                break
+            tokens = batch.captured_round() if batch.plays_graphs else batch.round()
+        if streamer is not None:
+            streamer.end()
+        return batch.output()
 
 
-class Batch:
+class _Batch:
     """The state of one call."""
 
     def __init__(
@@ -144,7 +154,7 @@ class Batch:
         )
         self.cache: RaggedCache = self.inputs.cache
 
-    def __enter__(self) -> Batch:
+    def __enter__(self) -> _Batch:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -155,20 +165,6 @@ class Batch:
     def plays_graphs(self) -> bool:
         """Whether the next round is a captured one."""
         return self.captured is not None and self.captured.failure is None
-
-    def decode(self, streamer: BaseStreamer | None) -> ModelOutput | torch.LongTensor:
-        """The whole call."""
-        with self, torch.no_grad(), self.taps, few_rows_linears(self.target, self.drafter), self.attention():
-            tokens = self.prefill()
-            while True:
-                if streamer is not None and tokens[0]:
-                    streamer.put(torch.tensor(tokens[0]))
-                if not self.live:
-                    break
-                tokens = self.captured_round() if self.plays_graphs else self.round()
-            if streamer is not None:
-                streamer.end()
-            return self.output()
 
     def _new_cache(self) -> RaggedCache:
         reason = reason_against(self.target, self.drafter, self.options, self.config, self._processors, self._stopping)
@@ -489,4 +485,4 @@ class Batch:
         )
 
 
-__all__ = ["Batch", "batched_decoding"]
+__all__ = ["batched_decoding"]

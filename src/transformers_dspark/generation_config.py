@@ -32,8 +32,8 @@ class DSparkGenerationConfig(GenerationConfig):
 
     Args:
         dspark_loop (`str`): `"transformers"` is the assisted loop of Transformers, for batch size 1; `"batched"` is
-            ours, for any batch size; `"auto"` takes ours for several prompts, for options that only ours has, and for
-            one prompt on a GPU whose rounds can be captured, else the first.
+            ours, for any batch size; `"auto"` takes the first for one prompt without a cost table, a round callback, a
+            cache of the second or `use_cuda_graphs=True`, else the second.
         verify_mode (`str`, *optional*): `"static"` verifies every drafted token; `"compact"` only those that the
             schedule admits; `"cap-accept"` verifies all and commits no more than compact would. Defaults to
             `"compact"` with a cost table, else to `"static"`.

@@ -86,7 +86,7 @@ def _compiled(function: Callable[..., Any], config: CompileConfig, dynamic: bool
         dynamic (`bool`, *optional*): `True` serves any size; `None` only sizes that were marked, or have changed.
     """
     how: dict[str, Any] = {"fullgraph": config.fullgraph, "dynamic": dynamic, "backend": config.backend}
-    mode = "max-autotune-no-cudagraphs" if config.mode.startswith("max-autotune") else None
+    mode = "max-autotune-no-cudagraphs" if (config.mode or "").startswith("max-autotune") else None
     if config.backend != "inductor":
         how |= {"options": config.options} if config.options else {"mode": mode}
     else:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import ModelOutput
 
 from ._compat import keeps_recurrent_state
 from .assisted import assisted_decoding, check_request
 from .cache import RaggedCache
-from .captured import worth_a_try
 from .compressed import compressing
 from .configuration_dspark import DSparkConfig
-from .decoding import Batch, batched_decoding
+from .decoding import batched_decoding
 from .divergence import check_greedy
 from .generation_config import DraftingOptions
 from .modeling_dspark import DSparkDrafter
@@ -87,8 +84,6 @@ def decoding(
     if options.strict_greedy:
         check_strict(target, generation_config, batched)
     loop = batched_decoding if batched else assisted_decoding
-    if options.loop == "auto" and not batched and _leaves_the_cache_to_us(generation_config, kwargs):
-        loop = captured_or_assisted
     fresh = copy.deepcopy(logits_processor) if options.report_divergence else None  # before the loop moves their state
     output: Any = loop(
         target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, **kwargs
@@ -98,35 +93,6 @@ def decoding(
         mask = kwargs.get("attention_mask")
         output.divergence = check_greedy(target, input_ids, output.sequences, counts, mask, fresh)
     return output
-
-
-def _leaves_the_cache_to_us(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for no cache in particular, nor for several processes in step."""
-    cache = kwargs.get("cache")
-    fresh = cache is None or (type(cache) is DynamicCache and cache.get_seq_length() == 0)
-    return fresh and config.cache_implementation is None and not kwargs.get("synced_gpus")
-
-
-def captured_or_assisted(
-    target: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    drafter: DSparkDrafter,
-    streamer: BaseStreamer | None = None,
-    **kwargs: Any,
-) -> ModelOutput | torch.LongTensor:
-    """One prompt: in the batched loop if that captures its rounds, and so is the quicker one."""
-    call = target, input_ids, logits_processor, stopping_criteria, generation_config, drafter
-    if not generation_config.output_attentions and worth_a_try(target, drafter, int(generation_config.max_length)):
-        with torch.inference_mode(False):  # as for `batched_decoding`
-            batch = None
-            with suppress(NotImplementedError, ValueError):  # what that loop refuses, the other may serve
-                batch = Batch(*call, kwargs)
-            if batch is not None and batch.plays_graphs:
-                return batch.decode(streamer)
-    return assisted_decoding(*call, streamer=streamer, **kwargs)
 
 
 def generate(

@@ -12,12 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import BloomForCausalLM, CompileConfig, FalconForCausalLM, MaxTimeCriteria, TextStreamer
+from transformers import CompileConfig, MaxTimeCriteria, TextStreamer
 from transformers.generation import EosTokenCriteria
 
-from tests.slot.conftest import VOCAB
 from transformers_dspark import DSparkGenerationConfig, captured, captured_loop, decoding, ragged_ops
-from transformers_dspark.cache import RaggedCache, RaggedLayer
+from transformers_dspark.cache import RaggedLayer
 from transformers_dspark.graphs import Graph
 from transformers_dspark.quicker import COMPILED
 from transformers_dspark.round_size import tiers
@@ -179,77 +178,6 @@ def test_graphs_without_the_compiler_where_it_fails(lab, monkeypatch, caplog):
     assert [line for line in caplog.messages if "without compiling" in line and "no such graph" in line]
 
 
-def one_prompt(lab, drafter, ids, **options):
-    """What `generate` writes without a word about loops, and with the target alone."""
-    options = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True, **options}
-    target = lab.target()
-    ours = target.generate(ids, assistant_model=drafter, **options)
-    return ours, target.generate(ids, **options)
-
-
-def test_one_prompt_plays_graphs_where_it_can(lab):
-    drafter, (ids, _) = lab.drafter(), ragged(1)
-    ours, plain = one_prompt(lab, drafter, ids)
-    assert drafter.captured is not None
-    assert torch.equal(ours.sequences, plain.sequences)
-
-
-@pytest.mark.parametrize("option", ["output_attentions", "output_scores", "cache_implementation", "stopping_criteria"])
-def test_one_prompt_takes_the_other_loop(lab, option):
-    value = {"cache_implementation": "static", "stopping_criteria": [lambda ids, scores: False]}.get(option, True)
-    drafter, (ids, _) = lab.drafter(), ragged(1)
-    ours, plain = one_prompt(lab, drafter, ids, **{option: value})
-    assert drafter.captured is None
-    assert torch.equal(ours.sequences, plain.sequences)
-
-
-def test_one_prompt_takes_the_other_loop_where_memory_is_short(lab, monkeypatch):
-    monkeypatch.setattr(captured, "free_memory", lambda device: 2**14)
-    drafter, (ids, _) = lab.drafter(), ragged(1)
-    ours, plain = one_prompt(lab, drafter, ids)
-    assert drafter.captured is None
-    assert torch.equal(ours.sequences, plain.sequences)
-
-
-def test_one_prompt_takes_the_other_loop_behind_a_failed_capture(lab, monkeypatch):
-    class Failing(Graph):
-        def __init__(self, *args):
-            raise RuntimeError("no such thing")
-
-    monkeypatch.setattr(captured, "Graph", Failing)
-    drafter, (ids, _) = lab.drafter(), ragged(1)
-    for _ in range(2):
-        ours, plain = one_prompt(lab, drafter, ids)
-        assert torch.equal(ours.sequences, plain.sequences)
-    assert not isinstance(ours.cache, RaggedCache)
-
-
-def test_memory_that_an_equal_call_holds_is_no_reason_against(lab, monkeypatch):
-    drafter, (ids, _) = lab.drafter(), ragged(1)
-    one_prompt(lab, drafter, ids)
-    monkeypatch.setattr(captured, "free_memory", lambda device: 0.0)
-    ours, _ = one_prompt(lab, drafter, ids)
-    assert isinstance(ours.cache, RaggedCache)
-
-
-@pytest.mark.parametrize("make", [BloomForCausalLM, FalconForCausalLM])
-def test_one_prompt_of_a_target_whose_attention_cannot_be_replaced(lab, make):
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 0}
-    config = make.config_class(**sizes, num_hidden_layers=3, num_attention_heads=4, eos_token_id=None)
-    target, drafter, (ids, _) = make(config).eval(), lab.drafter(), ragged(1)
-    plain = target.generate(ids, do_sample=False, max_new_tokens=9)
-    assert torch.equal(target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=9), plain)
-    assert drafter.captured is None
-
-
-def test_one_prompt_of_a_target_whose_layers_differ(lab):
-    target, drafter, (ids, _) = lab.target("gemma4"), lab.drafter(), ragged(1)
-    assert len({layer.head_dim for layer in target.config.get_text_config().per_layer_config}) == 2
-    plain = target.generate(ids, do_sample=False, max_new_tokens=9)
-    assert torch.equal(target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=9), plain)
-    assert drafter.captured is not None
-
-
 def test_the_oldest_graph_goes(lab, monkeypatch):
     monkeypatch.setattr(captured, "MOST_GRAPHS", 2)
     target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(2)
@@ -259,14 +187,30 @@ def test_the_oldest_graph_goes(lab, monkeypatch):
     assert drafter.captured.count >= 4
 
 
-def test_a_cache_of_transformers_stays_in_its_loop(lab):
-    target, drafter, (ids, _) = lab.target(), lab.drafter(), ragged(1)
-    first = target.generate(ids, do_sample=False, max_new_tokens=6, return_dict_in_generate=True)
-    second = torch.cat((first.sequences, ids), dim=1)
-    plain = target.generate(second, do_sample=False, max_new_tokens=9)
-    ours = target.generate(second, cache=first.cache, assistant_model=drafter, do_sample=False, max_new_tokens=9)
-    assert torch.equal(ours, plain)
-    assert drafter.captured is None
+@pytest.mark.parametrize(
+    "chosen", [{"backend": "nosuch"}, {"options": {"no_such_option": 1}}, {"mode": None, "backend": "eager"}], ids=str
+)
+def test_unusual_compile_configs(lab, chosen, caplog):
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(2)
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=9)
+    ours = play(target, drafter, ids, mask, max_new_tokens=9, compile_config=CompileConfig(**chosen))
+    assert torch.equal(ours.sequences, plain)
+    assert ("without compiling" in caplog.text) == ("mode" not in chosen)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # raised by PEFT
+def test_adapters_that_the_target_does_not_know_of(lab):
+    """Which may be switched off between two calls, and a graph would not notice."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    target = peft.get_peft_model(copy.deepcopy(lab.target()), lora).eval()
+    drafter, (ids, mask) = lab.drafter(), ragged(2)
+    for _ in range(2):
+        plain = target.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=9)
+        options = {"assistant_model": drafter, "generation_config": config(use_cuda_graphs="auto", max_new_tokens=9)}
+        assert torch.equal(target.generate(input_ids=ids, attention_mask=mask, **options).sequences, plain)
+        assert drafter.captured is None
+        target.base_model.disable_adapter_layers()
 
 
 def test_streamer(lab, capsys):
