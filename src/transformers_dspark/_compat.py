@@ -133,14 +133,6 @@ def is_of_adapters(module: Any) -> bool:
     return type(module).__module__.partition(".")[0] == "peft"
 
 
-def takes_other_attention(model: PreTrainedModel) -> bool:
-    """
-    Whether `set_attn_implementation` changes anything: with models of the older kind it only warns. For `captured`, to
-    know without trying.
-    """
-    return bool(type(model)._can_set_attn_implementation())
-
-
 def own_attention(module: Any) -> Callable[..., tuple[Any, Any]]:
     """
     The attention function in the file of a model's attention module, its "eager" implementation; `attention` uses it
@@ -230,6 +222,5 @@ __all__ = [
     "one_build_for_all_shapes",
     "own_attention",
     "rebind",
-    "takes_other_attention",
     "unassisted_mode",
 ]

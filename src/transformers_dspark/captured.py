@@ -14,13 +14,11 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ._compat import has_hooks, is_of_adapters, keeps_recurrent_state, takes_other_attention
-from .batch.outputs import TokenRecords
+from ._compat import has_hooks, is_of_adapters, keeps_recurrent_state
 from .batch.processors import RowProcessors
-from .batch.stopping import RowStopping
 from .cache import RaggedCache
 from .generation_config import DraftingOptions
 from .graphs import Graph
@@ -28,7 +26,7 @@ from .mixers import mixers
 from .modeling_dspark import DSparkDrafter
 from .quicker import Quicker
 from .static_round import RoundResult, RoundState, StaticRound
-from .target import TargetTaps, learned_positions
+from .target import TargetTaps
 from .window_layers import missing_windows
 
 
@@ -93,8 +91,7 @@ class CapturedRounds:
         try:
             self._quicker = Quicker(target, drafter, self.cache.recurrent, compiling)
         except Exception as error:  # a backend or an option that the compiler does not know
-            logger.warning(f"DSpark goes on without compiling the rounds of this pair: {in_a_line(error)}.")
-            self._quicker = Quicker(target, drafter, self.cache.recurrent, None)
+            self._quicker = self._uncompiled(error)
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, step=self._quicker.step)
         self.failure: str | None = None  # why there are no graphs, after a capture that failed
         self._starved = False  # there was too little memory, which says nothing of another call
@@ -230,10 +227,14 @@ class CapturedRounds:
         except Exception as error:  # whatever the models, their libraries or the compiler raise
             if self._quicker.compiling is None or ran_out_of_memory(error):
                 raise
-            logger.warning(f"DSpark goes on without compiling the rounds of this pair: {in_a_line(error)}.")
-        self._quicker = Quicker(self._target, self._drafter, self.cache.recurrent, None)
+            self._quicker = self._uncompiled(error)
         self.taps.forward, self._pool = self._quicker.step, _pool(self._target.device)
         return self._captured(work)
+
+    def _uncompiled(self, error: Exception) -> Quicker:
+        """What makes rounds quicker where compilation failed."""
+        logger.warning(f"DSpark goes on without compiling the rounds of this pair: {in_a_line(error)}.")
+        return Quicker(self._target, self._drafter, self.cache.recurrent, None)
 
     @property
     def room(self) -> tuple[int, int]:
@@ -250,37 +251,38 @@ def reason_against(
     target: PreTrainedModel,
     drafter: DSparkDrafter,
     options: DraftingOptions,
-    config: GenerationConfig,
-    processors: RowProcessors,
-    stopping: RowStopping,
+    *,
+    row_by_row: bool,
+    records: bool,
+    last_position: bool,
 ) -> str | None:
     """
     Why the rounds of a call cannot be captured, in words; `None` if they can.
 
     Args:
         target (`PreTrainedModel`), drafter (`DSparkDrafter`): The pair.
-        options (`DraftingOptions`), config (`GenerationConfig`), processors (`RowProcessors`), stopping
-            (`RowStopping`): Of the call.
+        options (`DraftingOptions`): Of the call.
+        row_by_row (`bool`): A processor or criterion has to be asked about one row at a time.
+        records (`bool`): Scores, logits or hidden states are to be returned.
+        last_position (`bool`): The target has a table of positions, which ends.
     """
     if reason := _reason_against_device(target, drafter):
         return reason
     compact = options.verify_mode == "compact"
     reasons = {
         "use_cuda_graphs=False": options.use_cuda_graphs is False,
-        "a logits processor or stopping criterion is asked about one row at a time": processors.may_run_models
-        or stopping.may_run_models,
-        "scores, logits or hidden states are to be returned": TokenRecords.asked_for(config, 1).wanted,
+        "a logits processor or stopping criterion is asked about one row at a time": row_by_row,
+        "scores, logits or hidden states are to be returned": records,
         "every round is to be reported": options.round_callback is not None,
         "assistant_confidence_threshold cuts blocks": options.confidence_threshold > 0,
         "verify_mode='cap-accept' sends what it does not admit": options.verify_mode == "cap-accept",
         "scheduler='causal' looks at the block in hand": compact and options.scheduler == "causal",
         "strict_greedy=True lets tokens attend one by one": options.strict_greedy,
         "nothing is to be drafted": options.width == 0,
-        "the target has a last position": learned_positions(target) is not None,
+        "the target has a last position": last_position,
         "the target keeps states that are no keys and values": keeps_recurrent_state(target) and not mixers(target),
         "a model is in training mode": target.training or drafter.training,
         "autocast is on": torch.is_autocast_enabled("cuda"),
-        "the attention of the target cannot be replaced": not takes_other_attention(target),
         "the target carries adapters, which may be switched": any(map(is_of_adapters, target.modules())),
         "modules of the target have forward hooks": any(map(has_hooks, target.modules())),
     }

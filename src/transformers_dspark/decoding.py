@@ -129,7 +129,9 @@ class _Batch:
         self.places = list(range(rows))  # row in each place of the caches
         self.live = rows
         self.stats = GenerationStats(confidences=[array("f") for _ in range(rows)])
-        self.records = TokenRecords.asked_for(config, rows)
+        wants, kinds = bool(config.return_dict_in_generate), ("scores", "logits", "hidden_states")
+        wanted = {kind: wants and bool(getattr(config, f"output_{kind}")) for kind in kinds}
+        self.records = TokenRecords(rows, **wanted)
         self.taps = TargetTaps(target, drafter.config.target_layer_ids, keep_all=self.records.hidden_states)
         self._eos_ids = self._stopping.eos_ids
         self._processors = RowProcessors(logits_processor, rows, self._eos_ids)
@@ -167,7 +169,14 @@ class _Batch:
         return self.captured is not None and self.captured.failure is None
 
     def _new_cache(self) -> RaggedCache:
-        reason = reason_against(self.target, self.drafter, self.options, self.config, self._processors, self._stopping)
+        reason = reason_against(
+            self.target,
+            self.drafter,
+            self.options,
+            row_by_row=self._row_by_row,
+            records=self.records.wanted,
+            last_position=self._positions_end is not None,
+        )
         if reason is None:
             compiling = None if self.config.disable_compile else self.config.compile_config
             lent = CapturedRounds.lend(Needs(self.target, self.drafter, len(self.ends), self.max_length, compiling))

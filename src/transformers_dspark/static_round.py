@@ -31,7 +31,7 @@ from .configuration_dspark import SLIDING, DSparkConfig
 from .masks_dspark import Masks
 from .modeling_dspark import DSparkDrafter
 from .ragged_context import RaggedContext
-from .sampling import Verdict, accept, accept_greedy, best
+from .sampling import accept, accept_greedy, best
 from .scheduling import survival, top_k_lengths
 from .target import TargetTaps
 from .windows import WINDOW_KEYWORD, VerifyWindow
@@ -344,46 +344,32 @@ def _closed(
     sampling: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepts or replaces drafts by packed `(total, vocab)` scores and commits; some of what [`RoundResult`] holds."""
-    accepted, bonus = _judged(state, scores, checked, drafted, probs, sent, vocabulary, sampling)
-    width = state.uniforms.shape[1] // 2
+    (count, drafts), width = drafted.shape, state.uniforms.shape[1] // 2
+    if sampling:
+        if probs is None:
+            probs = scores.new_zeros(count, drafts, vocabulary)
+        tests, last = state.uniforms[:, width : width + drafts], state.uniforms[:, -1]
+        accepted, bonus = accept(scores.softmax(dim=-1)[checked], probs, drafted, tests, last, sent)
+    else:
+        greatest, ids = best(scores)
+        accepted, bonus = accept_greedy(ids[checked], drafted, sent)
+        chosen = greatest[checked].gather(1, accepted[:, None]).squeeze(1)
+        bonus = torch.where(chosen > float("-inf"), bonus, vocabulary)  # there may be no token to choose
     offsets = torch.arange(width + 1, device=drafted.device)
     failed = state.live & (bonus >= vocabulary)
-    padded = F.pad(drafted, (0, width + 1 - drafted.shape[1]))
+    padded = F.pad(drafted, (0, width + 1 - drafts))
     tokens = torch.where(offsets < accepted[:, None], padded, bonus[:, None])
     ended = ends_text(tokens, eos) | (state.ends[:, None] + offsets + 1 >= state.limit)
     before = F.pad(ended[:, :-1], (1, 0)).long().cumsum(dim=1)
     counts = (before == 0) & (offsets <= accepted[:, None]) & state.live[:, None]
     kept = counts.sum(dim=1)
     places = torch.where(counts, state.ends[:, None] + offsets, state.text.shape[1] - 1)
-    rows = torch.arange(len(kept), device=kept.device)
+    rows = torch.arange(count, device=kept.device)
     state.text.index_put_((rows[:, None], places), tokens)  # a compiler would copy the whole text to scatter into it
     state.ends.add_(kept)
     state.entries.add_(kept)
     state.live.logical_and_(~((ended & counts).any(dim=1) | failed))
     return tokens, kept, torch.minimum(accepted, kept), failed
-
-
-def _judged(
-    state: RoundState,
-    scores: torch.Tensor,
-    checked: torch.Tensor,
-    drafted: torch.Tensor,
-    probs: torch.Tensor | None,
-    sent: torch.Tensor,
-    vocabulary: int,
-    sampling: bool,
-) -> Verdict:
-    """What is accepted of each row, and its bonus: `vocabulary` where the scores leave no token to choose."""
-    if not sampling:
-        greatest, ids = best(scores)
-        accepted, bonus = accept_greedy(ids[checked], drafted, sent)
-        chosen = greatest[checked].gather(1, accepted[:, None]).squeeze(1)
-        return Verdict(accepted, torch.where(chosen > float("-inf"), bonus, vocabulary))
-    (rows, width), widest = drafted.shape, state.uniforms.shape[1] // 2
-    if probs is None:
-        probs = scores.new_zeros(rows, width, vocabulary)
-    tests, bonus = state.uniforms[:, widest : widest + width], state.uniforms[:, -1]
-    return accept(scores.softmax(dim=-1)[checked], probs, drafted, tests, bonus, sent)
 
 
 __all__ = ["RoundResult", "RoundState", "StaticContext", "StaticRound"]

@@ -42,12 +42,6 @@ class BatchInputs:
     pad_id: int
     continued: bool
 
-    @staticmethod
-    def beyond_text(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> list[str]:
-        """Names of inputs that are no text."""
-        known = inspect.signature(target.forward).parameters.keys() - _HANDLED
-        return sorted(n for n in known if isinstance(model_kwargs.get(n), torch.Tensor))
-
     @classmethod
     def read(
         cls,
@@ -69,7 +63,8 @@ class BatchInputs:
             NotImplementedError: inputs other than text, or a cache that the loop cannot go on from.
             ValueError: no row, an empty row, padding on the right, or a mask that does not fit.
         """
-        if others := cls.beyond_text(target, model_kwargs):
+        known = inspect.signature(target.forward).parameters.keys() - _HANDLED
+        if others := sorted(n for n in known if isinstance(model_kwargs.get(n), torch.Tensor)):
             raise NotImplementedError(
                 f"The batched loop reads text only, and was given {', '.join(others)}: generate without the drafter, "
                 "or, if no layer keeps a recurrent state, for one prompt at a time with dspark_loop='transformers'."

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from ..windows import VerifyWindow
@@ -26,13 +25,6 @@ class TokenRecords:
         self._logits: list[list[torch.Tensor]] = [[] for _ in range(rows)]
         self._states: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(rows)]
         self._prompt: list[torch.Tensor] | None = None
-
-    @classmethod
-    def asked_for(cls, config: GenerationConfig, rows: int) -> TokenRecords:
-        """Those that a call is to return."""
-        names = ("scores", "logits", "hidden_states")
-        wants = bool(config.return_dict_in_generate)
-        return cls(rows, **{name: wants and bool(getattr(config, f"output_{name}")) for name in names})
 
     @property
     def wanted(self) -> bool:
