@@ -99,9 +99,6 @@ def misfits(config: DSparkConfig, target: PreTrainedModel) -> list[str]:
 
 def offloaded(config: DSparkConfig, target: PreTrainedModel) -> list[str]:
     """The parts of a target that this drafter would borrow and that lie where it cannot reach them."""
-    head = target.get_output_embeddings()
-    if head is not None and head.weight.is_meta and target.config.get_text_config().tie_word_embeddings:
-        target.tie_weights()  # loading can leave a tied head behind
     parts = {
         "embedding": (config.own_embeddings, target.get_input_embeddings),
         "head": (config.own_head, target.get_output_embeddings),
