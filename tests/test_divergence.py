@@ -12,7 +12,7 @@ from transformers_dspark.decoding import accept_greedy as sound_accept
 from transformers_dspark.divergence import DivergenceReport, check_greedy, ulp
 from transformers_dspark.sampling import Verdict
 from transformers_dspark.target import TargetTaps
-from transformers_dspark.windows import WINDOW_KEYWORD, VerifyWindow
+from transformers_dspark.windows import VerifyWindow
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +58,23 @@ def the_bonus_is_another_rows(patch):
 
 
 def in_rounds(patch, change):
-    """Changes the target's inputs in every round but not for the prompts."""
-    run = TargetTaps.run
+    """Changes the positions of tokens in every round but not for the prompts."""
+    step = TargetTaps.step
 
-    def planted(taps, **kwargs):
-        prompts = int(kwargs[WINDOW_KEYWORD].columns.min()) == 0
-        return run(taps, **(kwargs if prompts else change(kwargs)))
+    def planted(taps, ids, positions, window, *args, **kwargs):
+        if not window.certain:
+            positions = change(positions, window)
+        return step(taps, ids, positions, window, *args, **kwargs)
 
-    patch.setattr(TargetTaps, "run", planted)
+    patch.setattr(TargetTaps, "step", planted)
 
 
 def positions_are_one_ahead(patch):
-    in_rounds(patch, lambda kwargs: kwargs | {"position_ids": kwargs["position_ids"] + 1})
+    in_rounds(patch, lambda positions, window: positions + 1)
 
 
 def positions_of_a_window_stand_still(patch):
-    def still(kwargs):
-        return kwargs | {"position_ids": kwargs["position_ids"] - kwargs[WINDOW_KEYWORD].offsets}
-
-    in_rounds(patch, still)
+    in_rounds(patch, lambda positions, window: positions - window.offsets)
 
 
 def a_token_sees_the_one_behind_it(patch):

@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import CompileConfig, PreTrainedModel
@@ -28,6 +28,7 @@ from .quicker import Quicker
 from .static_round import RoundResult, RoundState, StaticRound
 from .target import TargetTaps
 from .window_layers import missing_windows
+from .windows import VerifyWindow
 
 
 logger = logging.get_logger(__name__)
@@ -35,6 +36,7 @@ logger = logging.get_logger(__name__)
 CAPACITY_STEP = 256  # texts of nearly the same length share their graphs
 MOST_GRAPHS = 128  # each processor's setting makes others; the oldest goes
 GROWTH_SHARE = 0.5  # of free memory, for caches beyond what the call in hand needs
+Done = TypeVar("Done")
 
 
 class Report(NamedTuple):
@@ -100,6 +102,7 @@ class CapturedRounds:
         self.count = 0  # graphs made so far
         self._pool = _pool(target.device)
         self._lock = threading.Lock()
+        self._reads_prompts = False
 
     @classmethod
     def lend(cls, needs: Needs) -> CapturedRounds | str:
@@ -207,7 +210,9 @@ class CapturedRounds:
             live = self.state.live.clone()
             self.state.live.fill_(False)  # nothing is committed while a round warms up
             try:
-                made = self._captured(lambda: _report(static(total, drafting)))
+                made = self.quickly(
+                    lambda: Graph(lambda: _report(static(total, drafting)), self._target.device, self._pool)
+                )
             except Exception as error:
                 self.failure, self._starved = in_a_line(error), ran_out_of_memory(error)
                 raise CaptureError(self.failure) from error
@@ -219,17 +224,42 @@ class CapturedRounds:
             self.count += 1
         return self._graphs[key]
 
-    def _captured(self, work: Callable[[], Report]) -> Graph[Report]:
-        """Captured with compiled parts, or without them from the first time on that they do not compile."""
+    def quickly(self, work: Callable[[], Done]) -> Done:
+        """Done with compiled parts, or without them from the first time on that they do not compile."""
         try:
             with self._quicker():
-                return Graph(work, self._target.device, self._pool)
+                return work()
         except Exception as error:  # whatever the models, their libraries or the compiler raise
-            if self._quicker.compiling is None or ran_out_of_memory(error):
-                raise
-            self._quicker = self._uncompiled(error)
+            self._give_up_compiling(error)
+        return self.quickly(work)
+
+    def reads_prompts(self) -> bool:
+        """
+        Whether the step of rounds also reads prompts, through [`~CapturedRounds.quickly`]: where it is compiled. The
+        first time, that happens here, in the form of a round, so that the first call reads its prompts as later ones.
+        """
+        if self.cache.recurrent is None and self._quicker.compiling is not None and not self._reads_prompts:
+            rows, width = len(self.cache.lengths), self._drafter.config.num_draft_tokens + 1
+            (spare, _), capacity = self.room, self.cache.context.capacity
+            places = torch.zeros(3, rows * width, dtype=torch.long, device=self._target.device)
+            places[0], places[1] = spare, capacity - 1
+            spans = places.new_zeros(2, rows + 1, dtype=torch.int32)
+            window = VerifyWindow.over(places, spans, spare + 1, width, capacity)
+            tokens = torch.zeros_like(places[0]), torch.zeros_like(places[0]), window, self.cache
+            self.taps.step(*tokens, quick=False)  # layers of the cache are made, outside of the compiler
+            try:
+                with self._quicker():
+                    self.taps.step(*tokens)
+                self._reads_prompts = True
+            except Exception as error:
+                self._give_up_compiling(error)
+        return self._reads_prompts and self._quicker.compiling is not None
+
+    def _give_up_compiling(self, error: Exception) -> None:
+        if self._quicker.compiling is None or ran_out_of_memory(error):
+            raise error
+        self._quicker = self._uncompiled(error)
         self.taps.forward, self._pool = self._quicker.step, _pool(self._target.device)
-        return self._captured(work)
 
     def _uncompiled(self, error: Exception) -> Quicker:
         """What makes rounds quicker where compilation failed."""
@@ -269,6 +299,7 @@ def reason_against(
     if reason := _reason_against_device(target, drafter):
         return reason
     compact = options.verify_mode == "compact"
+    modules = list(target.modules())
     reasons = {
         "use_cuda_graphs=False": options.use_cuda_graphs is False,
         "a logits processor or stopping criterion is asked about one row at a time": row_by_row,
@@ -283,8 +314,8 @@ def reason_against(
         "the target keeps states that are no keys and values": keeps_recurrent_state(target) and not mixers(target),
         "a model is in training mode": target.training or drafter.training,
         "autocast is on": torch.is_autocast_enabled("cuda"),
-        "the target carries adapters, which may be switched": any(map(is_of_adapters, target.modules())),
-        "modules of the target have forward hooks": any(map(has_hooks, target.modules())),
+        "the target carries adapters, which may be switched": any(map(is_of_adapters, modules)),
+        "modules of the target have forward hooks": any(map(has_hooks, modules)),
     }
     met = next((reason for reason, met in reasons.items() if met), None)
     return met or missing_windows(target)

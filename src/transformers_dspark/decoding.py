@@ -7,7 +7,7 @@ last live row moves into its place.
 
 from __future__ import annotations
 
-import inspect
+import functools
 import time
 from array import array
 from contextlib import AbstractContextManager, nullcontext
@@ -35,7 +35,7 @@ from .sampling import RowNoise, Verdict, accept, accept_greedy, best
 from .strict import check_repeats, filled, tokens_of_a_step
 from .target import TargetTaps, few_rows_linears, learned_positions
 from .telemetry import DSparkGenerateOutput, GenerationStats
-from .windows import WINDOW_KEYWORD, VerifyWindow
+from .windows import VerifyWindow
 
 
 logger = logging.get_logger(__name__)
@@ -147,7 +147,6 @@ class _Batch:
         self._schedule = RoundSchedule(self.options, target, drafter, rows)
         self._trace = RoundTrace.asked_for(self.options, bool(config.do_sample))
         self._positions_end = learned_positions(target)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(target.forward).parameters
         self.captured: CapturedRounds | None = None
         self._loop: CapturedLoop | None = None
         # last of all: from here on the cache of an earlier call, or what captured rounds work on, is ours
@@ -213,7 +212,8 @@ class _Batch:
             left = [count - width for count, width in zip(left, widths, strict=True)]
             finals = [row for row in range(rows) if widths[row] and not left[row]]
             ends = torch.tensor(widths).cumsum(0) - 1
-            outputs, logits = self._forward(ids, positions, window, keep=ends[finals] if finals else ends[:1])
+            keep = (ends[finals] if finals else ends[:1]).to(self.device)
+            outputs, logits = self._forward(ids, positions, window, keep)
             self._extend(outputs, positions, window)
             for index, row in enumerate(finals):
                 last[row] = logits[index]
@@ -370,23 +370,17 @@ class _Batch:
         if strict := self.options.strict_greedy and not window.certain:
             full = tokens_of_a_step(len(self.ends), self._gamma)
             ids, positions, window = filled(ids, full), filled(positions, full), window.filled(full)
-        chosen = {} if keep is None or not self._keeps_logits else {"logits_to_keep": keep.to(self.device)}
         with use_ragged_attention(self.target), self.cache.reading(window):
-            outputs = self.taps.run(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                cache=self.cache,
-                use_cache=True,
-                **{WINDOW_KEYWORD: window},
-                **self.taps.forward_kwargs,
-                **chosen,
-            )
-        logits = outputs.logits[0].to(self.device, torch.float32)
+            step = functools.partial(self.taps.step, ids, positions, window, self.cache, keep)
+            if window.certain and window.width > 1 and self.captured is not None and self.captured.reads_prompts():
+                outputs, logits = self.captured.quickly(step)
+            else:
+                outputs, logits = step(quick=False)
         self._vocabulary = logits.shape[-1]
         if strict:
             check_repeats(logits[total - 1 :])
             logits = logits[:total]
-        return outputs, logits if keep is None or chosen else logits[keep]
+        return outputs, logits
 
     def _extend(
         self, outputs: ModelOutput, positions: torch.Tensor, window: VerifyWindow, counts: list[int] | None = None

@@ -106,14 +106,21 @@ def _compiled(function: Callable[..., Any], config: CompileConfig, dynamic: bool
 
 
 def _step(target: PreTrainedModel, config: CompileConfig) -> Callable[..., Any]:
-    """A target's forward, compiled for any number of rows and tokens; caches may be taken to have their sizes."""
+    """
+    A target's forward, compiled for any number of rows and tokens, of rounds and of prompts; caches may be taken to
+    have their sizes.
+    """
     made = _compiled(target.forward, config, dynamic=None)
 
     def forward(**kwargs: Any) -> Any:
         window = kwargs[WINDOW_KEYWORD]
-        for tensor in (kwargs["input_ids"], kwargs["position_ids"], window.places, window.spans):
+        for tensor in (kwargs["input_ids"], kwargs["position_ids"], window.places, window.spans, window.reach):
             mark_size(tensor, 1)
-        return made(**kwargs)
+        mark_size(window.reach, 0)
+        if "logits_to_keep" in kwargs:
+            mark_size(kwargs["logits_to_keep"], 0)
+        with one_build_for_all_shapes():
+            return made(**kwargs)
 
     return forward
 

@@ -34,7 +34,7 @@ from .ragged_context import RaggedContext
 from .sampling import accept, accept_greedy, best
 from .scheduling import survival, top_k_lengths
 from .target import TargetTaps
-from .windows import WINDOW_KEYWORD, VerifyWindow
+from .windows import VerifyWindow
 
 
 class RoundResult(NamedTuple):
@@ -229,20 +229,12 @@ class StaticRound:
         cut = total < drafts.tokens.numel() + rows
         confidence = None if drafts.confidence is None else drafts.confidence.to(state.text.device)
         plan = quick(_planned)(state, drafts.tokens, drafts.usable, confidence, total, capacity, cut)
-        window = VerifyWindow(plan.places, plan.spans, rows + 1, self.width + 1, capacity)
+        window = VerifyWindow.over(plan.places, plan.spans, rows + 1, self.width + 1, capacity)
         with self._cache.stepping(window):
-            outputs = self._taps.step(
-                input_ids=plan.ids,
-                position_ids=plan.positions,
-                cache=self._cache,
-                use_cache=True,
-                **{WINDOW_KEYWORD: window},
-                **self._taps.forward_kwargs,
-            )
-        logits = outputs.logits[0].to(state.text.device, torch.float32)
+            outputs, logits = self._taps.step(plan.ids, plan.positions, window, self._cache)
         scores = self._processors(state.text, plan.owners, plan.prefixes, logits)
         taps = self._taps.read(outputs, self._drafter.device, self._drafter.dtype)
-        self._cache.context.extend(self._drafter, taps, plan.positions, window)
+        self._cache.context.extend(self._drafter, taps, plan.positions[None], window)
         tokens, kept, accepted, failed = quick(_closed)(
             state,
             scores,
@@ -280,7 +272,7 @@ class _Plan(NamedTuple):
     Args:
         sent (`torch.LongTensor` of shape `(rows,)`): Drafts of each row.
         places, spans: As a [`VerifyWindow`] has them; the row behind the last has the tokens of no text.
-        ids, positions (`torch.LongTensor` of shape `(1, total)`): The packed tokens.
+        ids, positions (`torch.LongTensor` of shape `(total,)`): The packed tokens.
         owners, prefixes (`torch.LongTensor` of shape `(total,)`): Row of each token, and the tokens up to it.
         checked (`torch.LongTensor` of shape `(rows, width + 1)`): Place of each of a row's tokens; where it sends
             fewer, anything.
@@ -324,8 +316,8 @@ def _planned(
         sent,
         torch.stack((rows, columns, offsets)),
         torch.stack((F.pad(state.entries, (0, 1)), F.pad(ends, (1, 0)))).int(),
-        ids[None],
-        positions[None],
+        ids,
+        positions,
         owners,
         state.ends[owners] + offsets,
         (starts[:, None] + torch.arange(tokens.shape[1] + 1, device=device)).clamp(max=total - 1),

@@ -8,6 +8,7 @@ entry has passed the final norm.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .borrowed_dspark import few_rows_linear
 from .lending import Lender, lend_forward
+from .windows import WINDOW_KEYWORD, VerifyWindow
 
 
 class TargetTaps:
@@ -48,6 +50,7 @@ class TargetTaps:
         self.layer_ids = tuple(layer_ids)
         self._target = target
         self.forward = target if step is None else step
+        self._keeps_logits = "logits_to_keep" in inspect.signature(target.forward).parameters
         text = target.config.get_text_config()
         self._last = text.num_hidden_layers - 1
         # hyper-connections: a token has several residual streams, and its state is their mean
@@ -84,9 +87,49 @@ class TargetTaps:
         """
         return self._run(self._target, args, kwargs)
 
-    def step(self, **kwargs: Any) -> Any:
-        """As [`~TargetTaps.run`], by the other form of the forward if there is one."""
-        return self._run(self.forward, (), kwargs)
+    def step(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        window: VerifyWindow,
+        cache: Cache,
+        keep: torch.Tensor | None = None,
+        *,
+        quick: bool = True,
+    ) -> tuple[ModelOutput, torch.Tensor]:
+        """
+        As [`~TargetTaps.run`], over packed tokens.
+
+        Args:
+            ids, positions (`torch.LongTensor` of shape `(total,)`): The tokens.
+            window (`VerifyWindow`): Where they belong.
+            cache (`Cache`): A ragged one.
+            keep (`torch.LongTensor` of shape `(n,)`, *optional*): The tokens whose logits are wanted.
+            quick (`bool`): By the other form of the forward if there is one, which is compiled once for all numbers of
+                tokens, also of those to keep; a single one would be a case of its own.
+
+        Returns:
+            The outputs, and float32 logits `(n, vocab)`, of all tokens without `keep`.
+        """
+        forward, chosen = self.forward if quick else self._target, keep
+        if forward is not self._target:
+            chosen = torch.arange(len(ids), device=ids.device) if keep is None else keep
+            chosen = chosen.repeat(2) if len(chosen) == 1 else chosen
+        inputs: dict[str, Any] = {
+            "input_ids": ids[None],
+            "position_ids": positions[None],
+            "cache": cache,
+            "use_cache": True,
+            WINDOW_KEYWORD: window,
+            **self.forward_kwargs,
+        }
+        if self._keeps_logits and chosen is not None:
+            inputs["logits_to_keep"] = chosen
+        outputs = self._run(forward, (), inputs)
+        logits = outputs.logits[0].to(ids.device, torch.float32)
+        if keep is None:
+            return outputs, logits
+        return outputs, logits[: len(keep)] if self._keeps_logits else logits[keep]
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._thread = threading.get_ident()

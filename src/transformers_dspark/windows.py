@@ -65,8 +65,8 @@ class VerifyWindow:
             window begins among the packed tokens; the last column has 0 and where the last window ends. Tokens from
             there on belong to no row.
         num_rows (`int`): Attention reads the cache rows `0 .. num_rows - 1`.
-        width (`int`): Tokens of the longest window.
-        length (`int`): Entries that attention reads of each row: the largest column plus 1.
+        reach (`torch.Tensor` of shape `(width, length, 0)`): Tokens of the longest window; entries that attention
+            reads of each row, which is the largest column plus 1. As sizes, a compiler can take them for any numbers.
         certain (`bool`): All tokens stay, as those of a prompt do.
         alone (`bool`): Attention is computed for one token at a time, so that its bits depend on no other.
     """
@@ -74,12 +74,21 @@ class VerifyWindow:
     places: torch.Tensor
     spans: torch.Tensor
     num_rows: int
-    width: int
-    length: int
+    reach: torch.Tensor
     certain: bool = False
     alone: bool = False
     _elsewhere: dict[torch.device, VerifyWindow] = field(default_factory=dict, repr=False, compare=False)
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest window."""
+        return self.reach.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Entries that attention reads of each row."""
+        return self.reach.shape[1]
 
     @property
     def rows(self) -> torch.Tensor:
@@ -109,7 +118,14 @@ class VerifyWindow:
         places = torch.tensor(flat, dtype=torch.long, device=device).view(-1, 3).T.contiguous()
         spans = torch.tensor([[*lengths, 0], list(accumulate(widths, initial=0))], dtype=torch.int32, device=device)
         ends = [length + width for length, width in zip(lengths, widths, strict=True)]
-        return cls(places, spans, num_rows=len(ends), width=max(widths), length=max(ends), certain=certain)
+        return cls.over(places, spans, len(ends), max(widths), max(ends), certain)
+
+    @classmethod
+    def over(
+        cls, places: torch.Tensor, spans: torch.Tensor, num_rows: int, width: int, length: int, certain: bool = False
+    ) -> VerifyWindow:
+        """A window whose reach is given in numbers."""
+        return cls(places, spans, num_rows, places.new_empty(width, length, 0), certain)
 
     def to(self, device: torch.device) -> VerifyWindow:
         """The same on another device: the layers of a target may lie on several."""

@@ -20,6 +20,7 @@ from transformers_dspark.cache import RaggedLayer
 from transformers_dspark.graphs import Graph
 from transformers_dspark.quicker import COMPILED
 from transformers_dspark.round_size import tiers
+from transformers_dspark.target import TargetTaps
 
 from .conftest import ragged, texts_of
 from .test_modes import unsure
@@ -368,13 +369,45 @@ def test_compiled_once(lab, monkeypatch):
     torch._dynamo.utils.counters.clear()
     target, drafter = copy.deepcopy(lab.target()), lab.drafter()
     compiling = CompileConfig(backend="aot_eager", fullgraph=True)
-    for rows in (3, 2, 6):
-        ids, mask = ragged(rows)
+    uncompiled, step = [], TargetTaps.step
+
+    def watched(taps, ids, *args, quick=True):
+        if not quick:
+            uncompiled.append(len(ids))
+        return step(taps, ids, *args, quick=quick)
+
+    monkeypatch.setattr(TargetTaps, "step", watched)
+    for rows, length in ((3, 9), (2, 2), (2, 40), (6, 9)):
+        ids, mask = ragged(rows, length)
         plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)
         ours = play(target, drafter, ids, mask, max_new_tokens=12, compile_config=compiling)
         assert torch.equal(ours.sequences, plain)
+    assert uncompiled == [3 * 5, 6 * 5]  # new buffers are made in the form of a round; prompts are compiled
     parts = 1 + len(COMPILED) + 3  # of a round: the walk over a block, the plan, the end
     assert parts <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= parts + 2  # one row is a case of its own
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such thing"), torch.OutOfMemoryError("no memory")], ids=str)
+def test_prompts_that_the_compiled_step_cannot_read(lab, monkeypatch, caplog, error):
+    """They are read by the target itself; but where memory runs out, that is what the caller learns."""
+    step = TargetTaps.step
+
+    def failing(taps, *args, quick=True):
+        if quick and taps.forward is not lab.target():
+            raise error
+        return step(taps, *args, quick=quick)
+
+    monkeypatch.setattr(TargetTaps, "step", failing)
+    target, drafter, (ids, mask) = lab.target(), lab.drafter(), ragged(3)
+    options = {"max_new_tokens": 20, "compile_config": CompileConfig(backend="eager")}
+    if isinstance(error, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            play(target, drafter, ids, mask, **options)
+        return
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
+    assert torch.equal(play(target, drafter, ids, mask, **options).sequences, plain)
+    assert "without compiling the rounds of this pair: RuntimeError: no such thing" in caplog.text
+    assert drafter.captured.failure is None
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
