@@ -188,11 +188,24 @@ def test_hooks_are_seen():
 
 
 def test_one_build_for_all_shapes():
+    from torch._dynamo import config
     from torch.fx.experimental import _config
 
     with _compat.one_build_for_all_shapes():
-        assert not _config.use_duck_shape
-    assert _config.use_duck_shape
+        assert (_config.use_duck_shape, config.specialize_float) == (False, True)
+    assert (_config.use_duck_shape, config.specialize_float) == (True, False)
+
+
+def test_numbers_are_constants_at_once():
+    """Two sizes that are equal once, and a number: one build for other sizes, and one trace."""
+    torch.compiler.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    scaled = torch.compile(lambda a, b, number: (a * number).sum() + b, backend="aot_eager", dynamic=True)
+    for first, second in ((3, 3), (3, 5), (4, 2)):
+        with _compat.one_build_for_all_shapes():
+            scaled(torch.ones(first), torch.ones(second), 0.5)
+    (build,) = torch._dynamo.utils.get_compilation_metrics()
+    assert not build.restart_reasons
 
 
 def test_marked_sizes_stay_open():

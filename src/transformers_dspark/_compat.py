@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,14 +141,19 @@ def own_attention(module: Any) -> Callable[..., tuple[Any, Any]]:
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
-def one_build_for_all_shapes() -> AbstractContextManager[Any]:
+@contextmanager
+def one_build_for_all_shapes() -> Iterator[None]:
     """
-    While it lasts, PyTorch's compiler does not take two sizes for one because they were equal once; `quicker`
-    compiles parts of a drafter for any sizes. Superfluous when `torch.compile` has an option for it.
+    While it lasts, PyTorch's compiler does not take two sizes for one because they were equal once, and takes numbers
+    of a model's configuration for constants at once, where it would otherwise trace everything twice; `quicker`
+    compiles for any sizes. Superfluous when `torch.compile` has options for it.
     """
+    from torch._dynamo import config
     from torch.fx.experimental import _config
 
-    return _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]  # made when the module is loaded
+    shapes = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]  # made when the module is loaded
+    with shapes, config.patch(specialize_float=True):
+        yield
 
 
 def mark_size(tensor: Any, dimension: int) -> None:

@@ -207,6 +207,7 @@ class CapturedRounds:
                 sampling=sampling,
                 quick=self._quicker.part,
             )
+            self.taps.renew()
             live = self.state.live.clone()
             self.state.live.fill_(False)  # nothing is committed while a round warms up
             try:
@@ -247,6 +248,7 @@ class CapturedRounds:
             window = VerifyWindow.over(places, spans, spare + 1, width, capacity)
             tokens = torch.zeros_like(places[0]), torch.zeros_like(places[0]), window, self.cache
             self.taps.step(*tokens, quick=False)  # layers of the cache are made, outside of the compiler
+            self.taps.renew()
             try:
                 with self._quicker():
                     self.taps.step(*tokens)

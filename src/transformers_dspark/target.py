@@ -80,6 +80,14 @@ class TargetTaps:
             self._hook.remove()
         self._hook = self._last_output = None
 
+    def renew(self) -> None:
+        """
+        Puts the hook behind those that Transformers sets in a model's first forward, where later calls have it: what
+        is compiled depends on their order.
+        """
+        self.__exit__(None, None, None)
+        self.__enter__()
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """
         A forward of the target whose taps [`~TargetTaps.read`] joins. From then on forwards that do not pass here

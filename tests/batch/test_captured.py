@@ -360,14 +360,15 @@ class WarmedUp(Graph):
 
 
 @pytest.mark.slow
-def test_compiled_once(lab, monkeypatch):
+@pytest.mark.parametrize("taps", [[0, 1], [0, 2]], ids=["early", "last"])
+def test_compiled_once(lab, monkeypatch, taps):
     """The kernels' operators, with their references, in a compiled target; any number of rows and tokens."""
     monkeypatch.setattr(ragged_ops, "served", lambda tensor: True)
     monkeypatch.setattr(decoding, "few_rows_linears", lambda *models: nullcontext())  # for a CPU alone
     monkeypatch.setattr(captured, "Graph", WarmedUp)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    target, drafter = copy.deepcopy(lab.target()), lab.drafter()
+    target, drafter = copy.deepcopy(lab.target()), lab.drafter(target_layer_ids=taps)
     compiling = CompileConfig(backend="aot_eager", fullgraph=True)
     uncompiled, step = [], TargetTaps.step
 
