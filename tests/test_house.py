@@ -66,6 +66,7 @@ LADDER = [
     "divergence",
     "candidates",
     "assisted",
+    "lone_prompt",
     "generate_dspark",
     "slot",
     "integration",

@@ -224,6 +224,13 @@ class RaggedCache(Cache):
         other.rearrange(order, capacity)
         return other
 
+    def fill(self, cache: Cache, row: int) -> None:
+        """Puts a row's keys and values into an empty cache of Transformers."""
+        length = self.lengths[row]
+        for index, layer in enumerate(self.layers):
+            if layer.is_initialized:  # others read the entries of an earlier layer
+                cache.update(layer.keys[row, None, :, :length], layer.values[row, None, :, :length], index)
+
     def reading(self, window: VerifyWindow) -> AbstractContextManager[None]:
         """While it lasts, a forward of the target over this window keeps recurrent states as well, if it has any."""
         return nullcontext() if self.recurrent is None else self.recurrent.reading(window, self.lengths)

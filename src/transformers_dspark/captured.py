@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from transformers import CompileConfig, PreTrainedModel
+from transformers import CompileConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ._compat import has_hooks, is_of_adapters, keeps_recurrent_state
@@ -323,6 +323,33 @@ def reason_against(
     return met or missing_windows(target)
 
 
+def worth_a_try(target: PreTrainedModel, drafter: DSparkDrafter, length: int) -> bool:
+    """
+    Whether graphs are captured on the pair's device, and caches for a text of that many tokens, which have their whole
+    length at once, leave memory to others.
+    """
+    if _reason_against_device(target, drafter):
+        return False
+    held = 0 if drafter.captured is None else drafter.captured.cache.nbytes
+    needed = 2 * length * _entry_bytes(target, drafter)  # beside the row there is a spare one
+    return needed <= GROWTH_SHARE * (free_memory(target.device) + held)
+
+
+def _entry_bytes(target: PreTrainedModel, drafter: DSparkDrafter) -> int:
+    """Of a token's keys and values in all attention layers, as the configurations tell."""
+
+    def numbers(layer: PreTrainedConfig) -> int:
+        if latent := getattr(layer, "kv_lora_rank", None):
+            return int(latent + layer.qk_rope_head_dim)
+        queries = getattr(layer, "num_attention_heads", 0)
+        heads = getattr(layer, "num_key_value_heads", None) or queries
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // max(1, queries)
+        return int(2 * heads * size)
+
+    layers = (*target.config.get_text_config(decoder=True).per_layer_config, *drafter.config.per_layer_config)
+    return target.dtype.itemsize * sum(map(numbers, layers))
+
+
 def _reason_against_device(*models: PreTrainedModel) -> str | None:
     devices = {tensor.device for model in models for tensor in model.parameters()}
     if len(devices) > 1:
@@ -363,4 +390,12 @@ def _addresses(*models: torch.nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-__all__ = ["CaptureError", "CapturedRounds", "Needs", "reason_against"]
+__all__ = [
+    "CaptureError",
+    "CapturedRounds",
+    "Needs",
+    "in_a_line",
+    "ran_out_of_memory",
+    "reason_against",
+    "worth_a_try",
+]

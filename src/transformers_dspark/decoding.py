@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput, logging
 
@@ -90,21 +90,11 @@ def batched_decoding(
         )
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(f"A streamer shows one text, and this call has {input_ids.shape[0]}: leave it out.")
-    batch = _Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
-    with batch, torch.no_grad(), batch.taps, few_rows_linears(target, drafter), batch.attention():
-        tokens = batch.prefill()
-        while True:
-            if streamer is not None and tokens[0]:
-                streamer.put(torch.tensor(tokens[0]))
-            if not batch.live:
-                break
-            tokens = batch.captured_round() if batch.plays_graphs else batch.round()
-        if streamer is not None:
-            streamer.end()
-        return batch.output()
+    batch = Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
+    return batch.decode(streamer)
 
 
-class _Batch:
+class Batch:
     """The state of one call."""
 
     def __init__(
@@ -149,13 +139,29 @@ class _Batch:
         self._positions_end = learned_positions(target)
         self.captured: CapturedRounds | None = None
         self._loop: CapturedLoop | None = None
+        self.begun = False  # whether prompts have been read, and texts go on
         # last of all: from here on the cache of an earlier call, or what captured rounds work on, is ours
         self.inputs = BatchInputs.read(
             target, drafter, input_ids, config, self.max_length, model_kwargs, self._new_cache
         )
         self.cache: RaggedCache = self.inputs.cache
 
-    def __enter__(self) -> _Batch:
+    def decode(self, streamer: BaseStreamer | None, into: Cache | None = None) -> ModelOutput | torch.LongTensor:
+        """The whole call. `into`, an empty cache of Transformers for a single text, is filled in the place of ours."""
+        with self, torch.no_grad(), self.taps, few_rows_linears(self.target, self.drafter), self.attention():
+            tokens = self.prefill()
+            self.begun = True
+            while True:
+                if streamer is not None and tokens[0]:
+                    streamer.put(torch.tensor(tokens[0]))
+                if not self.live:
+                    break
+                tokens = self.captured_round() if self.plays_graphs else self.round()
+            if streamer is not None:
+                streamer.end()
+            return self.output(into)
+
+    def __enter__(self) -> Batch:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -464,13 +470,15 @@ class _Batch:
         self.cache.context.live = self.live
         return by_row
 
-    def output(self) -> ModelOutput | torch.LongTensor:
-        """What `generate` returns."""
+    def output(self, into: Cache | None = None) -> ModelOutput | torch.LongTensor:
+        """What `generate` returns, see [`~Batch.decode`]."""
         length = max(self.ends)
         sequences = self.text[:, :length]
         behind = torch.arange(length, device=self.device) >= torch.tensor(self.ends, device=self.device)[:, None]
         sequences = sequences.masked_fill(behind, self.inputs.pad_id)
-        if self.config.return_dict_in_generate or self.inputs.continued:  # someone will hold the cache
+        if into is not None:
+            self.cache.fill(into, 0)
+        elif self.config.return_dict_in_generate or self.inputs.continued:  # someone will hold the cache
             order = [self.places.index(row) for row in range(len(self.ends))]
             if self.captured is None:
                 self.cache.rearrange(order, self.cache.context.capacity)
@@ -482,10 +490,10 @@ class _Batch:
         self.stats.schedule = self._schedule.figures()
         return DSparkGenerateOutput(
             sequences=sequences,
-            cache=self.cache,
+            cache=self.cache if into is None else into,
             dspark=self.stats,
             **self.records.assembled(length - self.start),
         )
 
 
-__all__ = ["batched_decoding"]
+__all__ = ["Batch", "batched_decoding"]

@@ -32,8 +32,8 @@ class DSparkGenerationConfig(GenerationConfig):
 
     Args:
         dspark_loop (`str`): `"transformers"` is the assisted loop of Transformers, for batch size 1; `"batched"` is
-            ours, for any batch size; `"auto"` takes the first for one prompt without a cost table, a round callback, a
-            cache of the second or `use_cuda_graphs=True`, else the second.
+            ours, for any batch size; `"auto"` takes the second, but for one prompt that asks for nothing that only
+            the second has and whose rounds cannot be captured.
         verify_mode (`str`, *optional*): `"static"` verifies every drafted token; `"compact"` only those that the
             schedule admits; `"cap-accept"` verifies all and commits no more than compact would. Defaults to
             `"compact"` with a cost table, else to `"static"`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .configuration_dspark import DSparkConfig
 from .decoding import batched_decoding
 from .divergence import check_greedy
 from .generation_config import DraftingOptions
+from .lone_prompt import captured_or_assisted
 from .modeling_dspark import DSparkDrafter
 from .strict import check_strict
 
@@ -83,7 +85,8 @@ def decoding(
         )
     if options.strict_greedy:
         check_strict(target, generation_config, batched)
-    loop = batched_decoding if batched else assisted_decoding
+    alone = captured_or_assisted if options.loop == "auto" else assisted_decoding
+    loop: Callable[..., Any] = batched_decoding if batched else alone
     fresh = copy.deepcopy(logits_processor) if options.report_divergence else None  # before the loop moves their state
     output: Any = loop(
         target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, **kwargs

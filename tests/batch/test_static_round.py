@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
 
 from transformers_dspark import DSparkGenerationConfig
-from transformers_dspark.decoding import _Batch
+from transformers_dspark.decoding import Batch
 from transformers_dspark.quicker import COMPILED, Quicker
 from transformers_dspark.static_round import RoundState, StaticRound
 from transformers_dspark.target import few_rows_linears
@@ -25,9 +25,7 @@ class InStaticRounds:
     def __call__(
         self, target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, **model_kwargs
     ):
-        batch = _Batch(
-            target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs
-        )
+        batch = Batch(target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, model_kwargs)
         linears = nullcontext() if self.quicker else few_rows_linears(target, drafter)  # lent anew in each call
         with torch.no_grad(), batch.taps, linears, batch.attention():
             batch.prefill()

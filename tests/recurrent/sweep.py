@@ -28,7 +28,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from tests.batch.conftest import BatchLab, ragged, texts_of
 from transformers_dspark import DSparkGenerationConfig, GenerationStats
-from transformers_dspark.decoding import _Batch
+from transformers_dspark.decoding import Batch
 from transformers_dspark.environment import environment
 
 from .families import RECURRENT
@@ -55,14 +55,14 @@ class Watched:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While it lasts, the batched loop's rounds are followed by a comparison."""
-        play = _Batch.round
+        play = Batch.round
 
-        def round_and_compare(batch: _Batch) -> list[list[int]]:
+        def round_and_compare(batch: Batch) -> list[list[int]]:
             tokens = play(batch)
             self._compare(batch)
             return tokens
 
-        with mock.patch.object(_Batch, "round", round_and_compare):
+        with mock.patch.object(Batch, "round", round_and_compare):
             yield
 
     def reject(self, stats: GenerationStats) -> None:
@@ -70,7 +70,7 @@ class Watched:
         for sent, accepted in zip(stats.verify_lengths, stats.accepted_lengths, strict=True):
             self.rejected |= {tokens - 1 for width, tokens in zip(sent, accepted, strict=True) if tokens <= width}
 
-    def _compare(self, batch: _Batch) -> None:
+    def _compare(self, batch: Batch) -> None:
         if self._plain is None:
             return
         for place in range(batch.live):

@@ -1,0 +1,67 @@
+"""One prompt without a word about loops: in captured rounds where that can be, else in the loop of Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput, logging
+
+from ._compat import keeps_recurrent_state
+from .assisted import assisted_decoding
+from .captured import in_a_line, ran_out_of_memory, worth_a_try
+from .decoding import Batch
+from .modeling_dspark import DSparkDrafter
+
+
+logger = logging.get_logger(__name__)
+
+
+def captured_or_assisted(
+    target: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: DSparkDrafter,
+    streamer: BaseStreamer | None = None,
+    **kwargs: Any,
+) -> ModelOutput | torch.LongTensor:
+    """
+    A call for one prompt. Both loops return the same kinds of things, and leave the keys and values of the text in the
+    cache that was given. What speaks against captured rounds is found before the first token is shown.
+    """
+    call = target, input_ids, logits_processor, stopping_criteria, generation_config, drafter
+    cache, others = kwargs.get("cache"), {name: kwargs[name] for name in kwargs.keys() - {"synced_gpus"}}
+    if _may_be_captured(target, drafter, generation_config, kwargs):
+        batch = None
+        try:
+            with torch.inference_mode(False):  # as for `batched_decoding`
+                batch = Batch(*call, others)
+                if batch.plays_graphs:
+                    return batch.decode(streamer, DynamicCache(config=target.config) if cache is None else cache)
+        except Exception as error:  # of models that the other loop may serve, and of memory that it may not need
+            if batch is not None and batch.begun:
+                raise
+            if batch is not None and batch.captured is not None and not ran_out_of_memory(error):
+                batch.captured.failure = in_a_line(error)  # later calls do not try again
+            logger.info(f"DSpark reads this prompt in the loop of Transformers: {in_a_line(error)}.")
+    return assisted_decoding(*call, streamer=streamer, **kwargs)
+
+
+def _may_be_captured(
+    target: PreTrainedModel, drafter: DSparkDrafter, config: GenerationConfig, kwargs: dict[str, Any]
+) -> bool:
+    """As far as can be told without trying: one process, and a new cache of the usual kind, with room for it."""
+    cache = kwargs.get("cache")
+    usual = config.cache_implementation is None and config.use_cache and not config.output_attentions
+    fresh = cache is None or (type(cache) is DynamicCache and cache.get_seq_length() == 0)
+    several = kwargs.get("synced_gpus") or (target.tp_size or 1) > 1
+    if not (usual and fresh) or several or keeps_recurrent_state(target):
+        return False
+    return worth_a_try(target, drafter, int(config.max_length))
+
+
+__all__ = ["captured_or_assisted"]
