@@ -64,6 +64,23 @@ def test_compiled_target(pair):
         assert torch.equal(ours.sequences, plain)
 
 
+@pytest.mark.parametrize("compiling", [{}, {"compile_config": CompileConfig()}], ids=["graph", "compiled"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_one_prompt_by_default(pair, kind, compiling):
+    """The text of plain generation, and in the cache that it leaves behind the same keys and values."""
+    target, drafter = pair(kind)
+    options = {"do_sample": False, "max_new_tokens": 60, "return_dict_in_generate": True}
+    for length in (9, 30, 2):
+        ids = ragged(1, length)[0].cuda()
+        plain = target.generate(ids, **options)
+        ours = target.generate(ids, assistant_model=drafter, **options, **compiling)
+        assert torch.equal(ours.sequences, plain.sequences)
+        assert drafter.captured.count > 0
+        assert ours.cache.get_seq_length() == plain.cache.get_seq_length()
+        for mine, theirs in zip(ours.cache.layers, plain.cache.layers, strict=True):
+            torch.testing.assert_close((mine.keys, mine.values), (theirs.keys, theirs.values), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("options", [{}, {"top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2}], ids=str)
 def test_draws_what_the_other_loop_draws(pair, options):
     target, drafter = pair("llama")
