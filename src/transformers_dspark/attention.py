@@ -95,7 +95,7 @@ def ragged_attention(
             options["softcap"],
             options["s_aux"],
             window.width,
-            window.length,
+            window.before,
         )
         return mixed[None], None
     if window.rows is not None:

@@ -230,6 +230,9 @@ class RaggedCache(Cache):
         for index, layer in enumerate(self.layers):
             if layer.is_initialized:  # others read the entries of an earlier layer
                 cache.update(layer.keys[row, None, :, :length], layer.values[row, None, :, :length], index)
+                filled = cache.layers[index]
+                if filled.is_sliding:  # what it keeps is a view of the whole text
+                    filled.keys, filled.values = filled.keys.clone(), filled.values.clone()
 
     def reading(self, window: VerifyWindow) -> AbstractContextManager[None]:
         """While it lasts, a forward of the target over this window keeps recurrent states as well, if it has any."""

@@ -103,6 +103,7 @@ class CapturedRounds:
         self._pool = _pool(target.device)
         self._lock = threading.Lock()
         self._reads_prompts = False
+        self._last_use: torch.cuda.Event | None = None
 
     @classmethod
     def lend(cls, needs: Needs) -> CapturedRounds | str:
@@ -124,20 +125,28 @@ class CapturedRounds:
         if found.failure is not None:
             found.give_back()
             return found.failure
+        if found._last_use is not None:  # maybe on another stream
+            torch.cuda.current_stream(needs.target.device).wait_event(found._last_use)
         found.cache.restart(needs.rows)
         return found
 
-    def give_back(self, error: BaseException | None = None) -> None:
+    def give_back(self, error: BaseException | None = None, *, read: bool = True) -> None:
         """
         Ends a call's use. Where memory ran out, all is freed: a smaller call would find no more of it than this one.
 
         Args:
             error (`BaseException`, *optional*): What ended the call.
+            read (`bool`): Whether the prompts had been read. Models that cannot do that are not tried again.
         """
         self._starved |= ran_out_of_memory(error)
+        if isinstance(error, NotImplementedError) and not read:
+            self.failure = in_a_line(error)
+            logger.warning(f"DSpark captures no rounds of this pair: {self.failure}.")
         if self._starved and self._drafter.captured is self:
             self._drafter.captured = None
         self.state.live.fill_(False)
+        if self.state.text.is_cuda:
+            self._last_use = torch.cuda.current_stream(self.state.text.device).record_event()
         self._lock.release()
 
     def _serves(self, needs: Needs) -> bool:
@@ -241,17 +250,17 @@ class CapturedRounds:
         """
         if self.cache.recurrent is None and self._quicker.compiling is not None and not self._reads_prompts:
             rows, width = len(self.cache.lengths), self._drafter.config.num_draft_tokens + 1
-            (spare, _), capacity = self.room, self.cache.context.capacity
+            spare, capacity = self.room[0], self.cache.context.capacity
             places = torch.zeros(3, rows * width, dtype=torch.long, device=self._target.device)
             places[0], places[1] = spare, capacity - 1
             spans = places.new_zeros(2, rows + 1, dtype=torch.int32)
-            window = VerifyWindow.over(places, spans, spare + 1, width, capacity)
-            tokens = torch.zeros_like(places[0]), torch.zeros_like(places[0]), window, self.cache
-            self.taps.step(*tokens, quick=False)  # layers of the cache are made, outside of the compiler
+            window = VerifyWindow.over(places, spans, spare + 1, (width, capacity, capacity))
+            step = torch.zeros_like(places[0]), torch.zeros_like(places[0]), window, self.cache
+            self.taps.step(*step, quick=False)  # layers of the cache are made, outside of the compiler
             self.taps.renew()
             try:
                 with self._quicker():
-                    self.taps.step(*tokens)
+                    self.taps.step(*step)
                 self._reads_prompts = True
             except Exception as error:
                 self._give_up_compiling(error)
@@ -326,17 +335,20 @@ def reason_against(
 def worth_a_try(target: PreTrainedModel, drafter: DSparkDrafter, length: int) -> bool:
     """
     Whether graphs are captured on the pair's device, and caches for a text of that many tokens, which have their whole
-    length at once, leave memory to others.
+    length at once, are there or leave memory to others.
     """
     if _reason_against_device(target, drafter):
         return False
-    held = 0 if drafter.captured is None else drafter.captured.cache.nbytes
-    needed = 2 * length * _entry_bytes(target, drafter)  # beside the row there is a spare one
-    return needed <= GROWTH_SHARE * (free_memory(target.device) + held)
+    held = drafter.captured
+    if held is not None and length <= held.room[1] and held.cache.is_of(target, drafter):
+        return True
+    freed = 0 if held is None else held.cache.nbytes
+    needed = 3 * length * _entry_bytes(target, drafter)  # the row, a spare one, the caller's
+    return needed <= GROWTH_SHARE * (free_memory(target.device) + freed)
 
 
 def _entry_bytes(target: PreTrainedModel, drafter: DSparkDrafter) -> int:
-    """Of a token's keys and values in all attention layers, as the configurations tell."""
+    """About the bytes of a token's keys and values in all attention layers, as the configurations tell."""
 
     def numbers(layer: PreTrainedConfig) -> int:
         if latent := getattr(layer, "kv_lora_rank", None):

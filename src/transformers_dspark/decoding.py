@@ -166,7 +166,7 @@ class Batch:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.captured is not None:
-            self.captured.give_back(error)
+            self.captured.give_back(error, read=self.begun)
 
     @property
     def plays_graphs(self) -> bool:
@@ -193,7 +193,7 @@ class Batch:
             raise NotImplementedError(
                 f"use_cuda_graphs=True: the rounds of this call cannot be captured ({reason}). Leave it at 'auto'."
             )
-        logger.info(f"DSpark plays the rounds of this call without CUDA graphs: {reason}.")
+        logger.info(f"DSpark captures no rounds of this call: {reason}.")
         return RaggedCache(self.target, self.drafter, len(self.ends), self.max_length)
 
     def attention(self) -> AbstractContextManager[Any]:

@@ -32,8 +32,8 @@ class DSparkGenerationConfig(GenerationConfig):
 
     Args:
         dspark_loop (`str`): `"transformers"` is the assisted loop of Transformers, for batch size 1; `"batched"` is
-            ours, for any batch size; `"auto"` takes the second, but for one prompt that asks for nothing that only
-            the second has and whose rounds cannot be captured.
+            ours, for any batch size; `"auto"` takes the second where a call asks for what it alone has, or where the
+            rounds of one prompt can be captured on a GPU, with memory to spare and a new cache of the usual kind.
         verify_mode (`str`, *optional*): `"static"` verifies every drafted token; `"compact"` only those that the
             schedule admits; `"cap-accept"` verifies all and commits no more than compact would. Defaults to
             `"compact"` with a cost table, else to `"static"`.
@@ -48,7 +48,8 @@ class DSparkGenerationConfig(GenerationConfig):
             on a GPU wherever a call allows it; `True` refuses a call that does not. With `compile_config` the target
             and parts of the drafter are compiled as well, once for any number of rows and tokens.
         seed (`int` or `list[int]`, *optional*): Seeds drafts, acceptance and bonus of each call; row r of a batch
-            takes `seed + r`, or its own of a list. Defaults to PyTorch's global generator.
+            takes `seed + r`, or its own of a list. Defaults to PyTorch's global generator. One seed means other texts
+            in another loop.
         assistant_confidence_threshold (`float`): In 0..1: a block ends before its first token whose confidence is
             lower. Defaults to 0.0, which never cuts. With a plain `GenerationConfig`, Transformers' own default of 0.4
             counts as not set.

@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput, logging
 
 from ._compat import keeps_recurrent_state
 from .assisted import assisted_decoding
-from .captured import in_a_line, ran_out_of_memory, worth_a_try
+from .captured import in_a_line, worth_a_try
 from .decoding import Batch
 from .modeling_dspark import DSparkDrafter
 
@@ -30,25 +30,46 @@ def captured_or_assisted(
     **kwargs: Any,
 ) -> ModelOutput | torch.LongTensor:
     """
-    A call for one prompt. Both loops return the same kinds of things, and leave the keys and values of the text in the
-    cache that was given. What speaks against captured rounds is found before the first token is shown.
+    Generates for one prompt, in whichever loop suits it. Both return the same kinds of things, and leave the keys and
+    values of the text in the cache that was given. The loop is chosen before the first token is shown.
+
+    Args:
+        target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, streamer, kwargs: As
+            [`~decoding.batched_decoding`] takes them.
+
+    Returns:
+        The token ids, or a [`DSparkGenerateOutput`] with `return_dict_in_generate=True`.
+
+    Raises:
+        NotImplementedError, ValueError: neither loop serves the call, or inputs contradict each other.
     """
     call = target, input_ids, logits_processor, stopping_criteria, generation_config, drafter
-    cache, others = kwargs.get("cache"), {name: kwargs[name] for name in kwargs.keys() - {"synced_gpus"}}
-    if _may_be_captured(target, drafter, generation_config, kwargs):
-        batch = None
-        try:
-            with torch.inference_mode(False):  # as for `batched_decoding`
-                batch = Batch(*call, others)
-                if batch.plays_graphs:
-                    return batch.decode(streamer, DynamicCache(config=target.config) if cache is None else cache)
-        except Exception as error:  # of models that the other loop may serve, and of memory that it may not need
-            if batch is not None and batch.begun:
-                raise
-            if batch is not None and batch.captured is not None and not ran_out_of_memory(error):
-                batch.captured.failure = in_a_line(error)  # later calls do not try again
-            logger.info(f"DSpark reads this prompt in the loop of Transformers: {in_a_line(error)}.")
+    noise = torch.get_rng_state()  # of seeds for the rows of a batch
+    output = _captured(call, streamer, kwargs)
+    if output is not None:
+        return output
+    torch.set_rng_state(noise)
     return assisted_decoding(*call, streamer=streamer, **kwargs)
+
+
+def _captured(
+    call: tuple[Any, ...], streamer: BaseStreamer | None, kwargs: dict[str, Any]
+) -> ModelOutput | torch.LongTensor | None:
+    """`None` where something speaks against captured rounds, or fails before the first token."""
+    target, _, _, _, config, drafter = call
+    batch, cache = None, kwargs.get("cache")
+    try:
+        if not _may_be_captured(target, drafter, config, kwargs):
+            return None
+        with torch.inference_mode(False):  # as for `batched_decoding`
+            batch = Batch(*call, model_kwargs=kwargs)
+            if batch.plays_graphs:
+                return batch.decode(streamer, DynamicCache(config=target.config) if cache is None else cache)
+    except Exception as error:  # of models that the other loop may serve, and of memory that it may not need
+        if batch is not None and batch.begun:
+            raise
+        logger.info(f"DSpark reads this prompt in the loop of Transformers: {in_a_line(error)}.")
+    return None
 
 
 def _may_be_captured(
@@ -57,9 +78,9 @@ def _may_be_captured(
     """As far as can be told without trying: one process, and a new cache of the usual kind, with room for it."""
     cache = kwargs.get("cache")
     usual = config.cache_implementation is None and config.use_cache and not config.output_attentions
-    fresh = cache is None or (type(cache) is DynamicCache and cache.get_seq_length() == 0)
+    new = cache is None or (type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0)
     several = kwargs.get("synced_gpus") or (target.tp_size or 1) > 1
-    if not (usual and fresh) or several or keeps_recurrent_state(target):
+    if not (usual and new) or several or keeps_recurrent_state(target):
         return False
     return worth_a_try(target, drafter, int(config.max_length))
 

@@ -1,8 +1,12 @@
-"""What makes rounds quicker on a GPU, in place only while they are captured: kernels for few rows, compiled parts."""
+"""
+What makes rounds quicker on a GPU, in place only while they are captured and while prompts are read: kernels for few
+rows, compiled parts.
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,13 +23,14 @@ from .recurrent import RecurrentRows
 from .windows import WINDOW_KEYWORD
 
 
+_ONE_AT_A_TIME = threading.RLock()  # pairs on several threads may have a target in common
 COMPILED = ("block_states", "context_keys_values")  # parts of a drafter that are many small operations
 
 
 class Quicker:
     """
-    Changes to a pair that last while a round is captured. They are made once, so that what was compiled with them in
-    place is found again.
+    Changes to a pair that last while a round is captured or a prompt is read. They are made once, so that what was
+    compiled with them in place is found again.
 
     Args:
         target (`PreTrainedModel`), drafter (`DSparkDrafter`): The pair.
@@ -69,7 +74,7 @@ class Quicker:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """While it lasts, the pair is changed."""
-        with lent_forwards(self._linears), ExitStack() as undone:
+        with _ONE_AT_A_TIME, lent_forwards(self._linears), ExitStack() as undone:
             self._in_place = True
             undone.callback(setattr, self, "_in_place", False)
             for owner, name, part in self._parts:
@@ -117,6 +122,7 @@ def _step(target: PreTrainedModel, config: CompileConfig) -> Callable[..., Any]:
         for tensor in (kwargs["input_ids"], kwargs["position_ids"], window.places, window.spans, window.reach):
             mark_size(tensor, 1)
         mark_size(window.reach, 0)
+        mark_size(window.reach, 2)
         if "logits_to_keep" in kwargs:
             mark_size(kwargs["logits_to_keep"], 0)
         with one_build_for_all_shapes():

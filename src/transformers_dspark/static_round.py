@@ -229,7 +229,7 @@ class StaticRound:
         cut = total < drafts.tokens.numel() + rows
         confidence = None if drafts.confidence is None else drafts.confidence.to(state.text.device)
         plan = quick(_planned)(state, drafts.tokens, drafts.usable, confidence, total, capacity, cut)
-        window = VerifyWindow.over(plan.places, plan.spans, rows + 1, self.width + 1, capacity)
+        window = VerifyWindow.over(plan.places, plan.spans, rows + 1, (self.width + 1, capacity, capacity))
         with self._cache.stepping(window):
             outputs, logits = self._taps.step(plan.ids, plan.positions, window, self._cache)
         scores = self._processors(state.text, plan.owners, plan.prefixes, logits)

@@ -134,10 +134,10 @@ class TargetTaps:
         if self._keeps_logits and chosen is not None:
             inputs["logits_to_keep"] = chosen
         outputs = self._run(forward, (), inputs)
-        logits = outputs.logits[0].to(ids.device, torch.float32)
-        if keep is None:
-            return outputs, logits
-        return outputs, logits[: len(keep)] if self._keeps_logits else logits[keep]
+        logits = outputs.logits[0]
+        if keep is not None and not self._keeps_logits:
+            logits = logits[keep.to(logits.device)]
+        return outputs, logits[: len(ids if keep is None else keep)].to(ids.device, torch.float32)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._thread = threading.get_ident()

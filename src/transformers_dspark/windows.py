@@ -65,8 +65,9 @@ class VerifyWindow:
             window begins among the packed tokens; the last column has 0 and where the last window ends. Tokens from
             there on belong to no row.
         num_rows (`int`): Attention reads the cache rows `0 .. num_rows - 1`.
-        reach (`torch.Tensor` of shape `(width, length, 0)`): Tokens of the longest window; entries that attention
-            reads of each row, which is the largest column plus 1. As sizes, a compiler can take them for any numbers.
+        reach (`torch.Tensor` of shape `(width, length, 2 + before, 0)`): Tokens of the longest window; entries that
+            attention reads of each row, which is the largest column plus 1; entries before any window. As sizes from 2
+            on, a compiler can take them for any numbers.
         certain (`bool`): All tokens stay, as those of a prompt do.
         alone (`bool`): Attention is computed for one token at a time, so that its bits depend on no other.
     """
@@ -89,6 +90,11 @@ class VerifyWindow:
     def length(self) -> int:
         """Entries that attention reads of each row."""
         return self.reach.shape[1]
+
+    @property
+    def before(self) -> int:
+        """At least the entries before any window."""
+        return self.reach.shape[2] - 2
 
     @property
     def rows(self) -> torch.Tensor:
@@ -118,14 +124,20 @@ class VerifyWindow:
         places = torch.tensor(flat, dtype=torch.long, device=device).view(-1, 3).T.contiguous()
         spans = torch.tensor([[*lengths, 0], list(accumulate(widths, initial=0))], dtype=torch.int32, device=device)
         ends = [length + width for length, width in zip(lengths, widths, strict=True)]
-        return cls.over(places, spans, len(ends), max(widths), max(ends), certain)
+        return cls.over(places, spans, len(ends), (max(widths), max(ends), max(lengths)), certain)
 
     @classmethod
     def over(
-        cls, places: torch.Tensor, spans: torch.Tensor, num_rows: int, width: int, length: int, certain: bool = False
+        cls,
+        places: torch.Tensor,
+        spans: torch.Tensor,
+        num_rows: int,
+        reach: tuple[int, int, int],
+        certain: bool = False,
     ) -> VerifyWindow:
-        """A window whose reach is given in numbers."""
-        return cls(places, spans, num_rows, places.new_empty(width, length, 0), certain)
+        """A window whose reach is given in numbers: width, length, entries before it."""
+        width, length, before = reach
+        return cls(places, spans, num_rows, places.new_empty(width, length, 2 + before, 0), certain)
 
     def to(self, device: torch.device) -> VerifyWindow:
         """The same on another device: the layers of a target may lie on several."""

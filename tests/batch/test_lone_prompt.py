@@ -1,5 +1,7 @@
 """One prompt without a word about loops, on a device whose rounds can be captured."""
 
+import weakref
+
 import pytest
 import torch
 from transformers import (
@@ -14,7 +16,7 @@ from transformers import (
 )
 
 from tests.slot.conftest import VOCAB
-from transformers_dspark import DSparkGenerationConfig, captured, decoding
+from transformers_dspark import DSparkGenerationConfig, captured, decoding, lone_prompt
 from transformers_dspark.decoding import Batch
 from transformers_dspark.graphs import Graph
 
@@ -114,7 +116,7 @@ def test_little_memory(lab, captured_rounds, monkeypatch):
     both(lab, drafter, ids)
     monkeypatch.setattr(captured, "free_memory", lambda device: 0.0)
     before = len(captured_rounds)
-    both(lab, drafter, ids)
+    both(lab, drafter, ids, max_new_tokens=200)
     assert len(captured_rounds) > before > 0
 
 
@@ -163,6 +165,48 @@ def test_memory_that_runs_out_while_the_prompt_is_read(lab, monkeypatch):
     assert drafter.captured.count
 
 
+def test_memory_of_a_failed_attempt_is_free_for_the_other_loop(lab, monkeypatch):
+    caches, alive = [], []
+    prefill, other = Batch.prefill, lone_prompt.assisted_decoding
+
+    def fail(batch):
+        prefill(batch)
+        caches.append(weakref.ref(batch.cache))
+        raise torch.OutOfMemoryError("no memory")
+
+    def watched(*args, **kwargs):
+        alive.extend(cache() for cache in caches)
+        return other(*args, **kwargs)
+
+    monkeypatch.setattr(Batch, "prefill", fail)
+    monkeypatch.setattr(lone_prompt, "assisted_decoding", watched)
+    drafter, (ids, _) = lab.drafter(), ragged(1)
+    both(lab, drafter, ids)
+    assert alive == [None]
+
+
+def test_an_error_of_one_call_is_no_reason_against_the_next(lab, captured_rounds):
+    drafter, (ids, _) = lab.drafter(), ragged(1)
+    config = DSparkGenerationConfig(do_sample=False, max_new_tokens=5, suppress_tokens=list(range(VOCAB)))
+    lab.target().generate(ids, assistant_model=drafter, generation_config=config)  # no token is left
+    both(lab, drafter, ids)
+    assert captured_rounds
+
+
+def test_a_fallback_leaves_no_trace_in_the_generator(lab, monkeypatch):
+    drafter, (ids, _), target = lab.drafter(), ragged(1), lab.target()
+    options = {"do_sample": True, "max_new_tokens": 12}
+    loops = (
+        DSparkGenerationConfig(**options, use_cuda_graphs=False),
+        DSparkGenerationConfig(**options, dspark_loop="transformers"),
+    )
+    texts = []
+    for config in loops:
+        torch.manual_seed(4)
+        texts.append(target.generate(ids, assistant_model=drafter, generation_config=config))
+    assert torch.equal(*texts)
+
+
 def test_an_error_behind_the_first_token_is_the_callers(lab, monkeypatch):
     def fail(*args):
         raise RuntimeError("no such round")
@@ -188,7 +232,7 @@ def test_streamer(lab, captured_rounds, capsys):
     assert capsys.readouterr().out.split() == [str(i) for i in plain[0].tolist()]
 
 
-def test_sampling_draws_from_the_law(lab, captured_rounds):
+def test_sampling_is_repeatable(lab, captured_rounds):
     """One seed, one text, in this loop as well."""
     drafter, (ids, _) = lab.drafter(), ragged(1)
     texts = []

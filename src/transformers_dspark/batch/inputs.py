@@ -98,10 +98,11 @@ class BatchInputs:
         positions = [position_ids[row, index] for row, index in enumerate(columns)]
         ids = [input_ids[row, index] for row, index in enumerate(columns)]
         shifts = [int(p[-1]) - (len(p) - 1) for p in positions]
+        pad_id = _pad_id(config)
         cache = _continued(target, drafter, ids, positions, capacity, model_kwargs.get("cache"))
         if cache is None:
             cache = new_cache()
-        return cls(ids, positions, columns, shifts, cache, _pad_id(config), cache is model_kwargs.get("cache"))
+        return cls(ids, positions, columns, shifts, cache, pad_id, cache is model_kwargs.get("cache"))
 
     def real(self, row: int, text: torch.Tensor, end: int) -> torch.Tensor:
         """A row's tokens without padding, up to `end` of `text`."""
