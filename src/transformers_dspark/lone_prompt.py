@@ -45,24 +45,22 @@ def captured_or_assisted(
     """
     call = target, input_ids, logits_processor, stopping_criteria, generation_config, drafter
     noise = torch.get_rng_state()  # of seeds for the rows of a batch
-    output = _captured(call, streamer, kwargs)
+    output = _captured((*call, kwargs), streamer)
     if output is not None:
         return output
     torch.set_rng_state(noise)
     return assisted_decoding(*call, streamer=streamer, **kwargs)
 
 
-def _captured(
-    call: tuple[Any, ...], streamer: BaseStreamer | None, kwargs: dict[str, Any]
-) -> ModelOutput | torch.LongTensor | None:
-    """`None` where something speaks against captured rounds, or fails before the first token."""
-    target, _, _, _, config, drafter = call
+def _captured(call: tuple[Any, ...], streamer: BaseStreamer | None) -> ModelOutput | torch.LongTensor | None:
+    """Generates by a [`Batch`] of this call; `None` where something speaks against it, or fails before a token."""
+    target, _, _, _, config, drafter, kwargs = call
     batch, cache = None, kwargs.get("cache")
     try:
         if not _may_be_captured(target, drafter, config, kwargs):
             return None
         with torch.inference_mode(False):  # as for `batched_decoding`
-            batch = Batch(*call, model_kwargs=kwargs)
+            batch = Batch(*call)
             if batch.plays_graphs:
                 return batch.decode(streamer, DynamicCache(config=target.config) if cache is None else cache)
     except Exception as error:  # of models that the other loop may serve, and of memory that it may not need
