@@ -126,11 +126,11 @@ class Batch:
         self._eos_ids = self._stopping.eos_ids
         self._processors = RowProcessors(logits_processor, rows, self._eos_ids)
         self._row_by_row = self._processors.may_run_models or self._stopping.may_run_models
-        seeds = self.options.row_seeds(rows) if config.do_sample or self.options.seed is not None else []
+        self._seeds = [] if self.options.seed is None else self.options.row_seeds(rows)
         self._drafting = RowDrafting(
             drafter, self._processors, self.options.confidence_threshold, self._eos_ids, self.device
         )
-        self._noise = RowNoise(seeds) if config.do_sample else None
+        self._noise: RowNoise | None = None  # when sampling; PyTorch's generator gives seeds only once all is settled
         self._vocabulary = 0  # of the target's logits; known after the first forward
         self._gamma = drafter.config.num_draft_tokens
         self._drawn: torch.Tensor | None = None  # uniforms of the round: drafts, their tests, the bonus
@@ -139,7 +139,7 @@ class Batch:
         self._positions_end = learned_positions(target)
         self.captured: CapturedRounds | None = None
         self._loop: CapturedLoop | None = None
-        self.begun = False  # whether prompts have been read, and texts go on
+        self.begun = False  # prompts have been read
         # last of all: from here on the cache of an earlier call, or what captured rounds work on, is ours
         self.inputs = BatchInputs.read(
             target, drafter, input_ids, config, self.max_length, model_kwargs, self._new_cache
@@ -205,6 +205,8 @@ class Batch:
     def prefill(self) -> list[list[int]]:
         """Reads all prompts and commits the first token of each row. Returns the new tokens by row."""
         rows, inputs = len(self.ends), self.inputs
+        if self.config.do_sample:
+            self._noise = RowNoise(self._seeds or self.options.row_seeds(rows))
         left = [len(ids) - done for ids, done in zip(inputs.ids, self.cache.lengths, strict=True)]
         last: list[torch.Tensor] = [torch.empty(0)] * rows
         while any(left):
@@ -443,12 +445,7 @@ class Batch:
         return kept, [min(count, len(new)) for count, new in zip(accepted, kept, strict=True)]
 
     def _count(
-        self,
-        rows: list[int],
-        sent: list[int],
-        accepted: list[int],
-        kept: list[list[int]],
-        seconds: tuple[float, float],
+        self, rows: list[int], sent: list[int], accepted: list[int], kept: list[list[int]], seconds: tuple[float, ...]
     ) -> None:
         self.stats.record_rows(len(self.ends), rows, sent, accepted, list(map(len, kept)))
         if self.cache.recurrent is not None:

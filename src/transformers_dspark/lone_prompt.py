@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ._compat import keeps_recurrent_state
 from .assisted import assisted_decoding
 from .captured import in_a_line, worth_a_try
 from .decoding import Batch
+from .mixers import mixers
 from .modeling_dspark import DSparkDrafter
 
 
@@ -44,25 +46,24 @@ def captured_or_assisted(
         NotImplementedError, ValueError: neither loop serves the call, or inputs contradict each other.
     """
     call = target, input_ids, logits_processor, stopping_criteria, generation_config, drafter
-    noise = torch.get_rng_state()  # of seeds for the rows of a batch
     output = _captured((*call, kwargs), streamer)
-    if output is not None:
-        return output
-    torch.set_rng_state(noise)
-    return assisted_decoding(*call, streamer=streamer, **kwargs)
+    if output is None:
+        output = assisted_decoding(*call, streamer=streamer, **kwargs)
+    return output
 
 
 def _captured(call: tuple[Any, ...], streamer: BaseStreamer | None) -> ModelOutput | torch.LongTensor | None:
     """Generates by a [`Batch`] of this call; `None` where something speaks against it, or fails before a token."""
     target, _, _, _, config, drafter, kwargs = call
-    batch, cache = None, kwargs.get("cache")
+    batch, given = None, kwargs.get("cache")
     try:
         if not _may_be_captured(target, drafter, config, kwargs):
             return None
+        cache = DynamicCache(config=target.config) if given is None else given
         with torch.inference_mode(False):  # as for `batched_decoding`
             batch = Batch(*call)
             if batch.plays_graphs:
-                return batch.decode(streamer, DynamicCache(config=target.config) if cache is None else cache)
+                return batch.decode(streamer, cache)
     except Exception as error:  # of models that the other loop may serve, and of memory that it may not need
         if batch is not None and batch.begun:
             raise
@@ -73,12 +74,17 @@ def _captured(call: tuple[Any, ...], streamer: BaseStreamer | None) -> ModelOutp
 def _may_be_captured(
     target: PreTrainedModel, drafter: DSparkDrafter, config: GenerationConfig, kwargs: dict[str, Any]
 ) -> bool:
-    """As far as can be told without trying: one process, and a new cache of the usual kind, with room for it."""
-    cache = kwargs.get("cache")
+    """
+    As far as can be told without trying: a new cache of keys and values alone, which have no padding in front; room
+    for it; and nobody else who needs the target while it attends in our way, so neither processes nor threads beside.
+    """
+    cache, mask = kwargs.get("cache"), kwargs.get("attention_mask")
     usual = config.cache_implementation is None and config.use_cache and not config.output_attentions
     new = cache is None or (type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0)
-    several = kwargs.get("synced_gpus") or (target.tp_size or 1) > 1
-    if not (usual and new) or several or keeps_recurrent_state(target):
+    beside = threading.current_thread() is not threading.main_thread()
+    if not (usual and new) or beside or kwargs.get("synced_gpus") or (target.tp_size or 1) > 1:
+        return False
+    if keeps_recurrent_state(target) or mixers(target) or (mask is not None and not bool(mask.all())):
         return False
     return worth_a_try(target, drafter, int(config.max_length))
 

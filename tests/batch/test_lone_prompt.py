@@ -1,6 +1,7 @@
 """One prompt without a word about loops, on a device whose rounds can be captured."""
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import (
     TextStreamer,
 )
 
+from tests.recurrent.sweep import RecurrentLab
 from tests.slot.conftest import VOCAB
 from transformers_dspark import DSparkGenerationConfig, captured, decoding, lone_prompt
 from transformers_dspark.decoding import Batch
@@ -93,6 +95,56 @@ def test_what_only_the_other_loop_has(lab, captured_rounds, option):
     ours = target.generate(ids, assistant_model=drafter, **options)
     assert not captured_rounds
     assert torch.equal(ours.sequences, plain.sequences)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["returned", "the caller's"])
+def test_padding_has_its_columns_in_the_cache(lab, captured_rounds, own):
+    """The next turn's mask counts them."""
+    target, drafter, (ids, _) = lab.target(), lab.drafter(), ragged(1, 9)
+    ids = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids), dim=1)
+    mask = (torch.arange(14) >= 5).long()[None]
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    given = {"cache": DynamicCache(config=target.config)} if own else {}
+    first = target.generate(ids, attention_mask=mask, assistant_model=drafter, max_new_tokens=7, **options, **given)
+    assert torch.equal(
+        first.sequences, target.generate(ids, attention_mask=mask, max_new_tokens=7, **options).sequences
+    )
+    text = torch.cat((first.sequences, ids[:, 5:]), dim=1)
+    longer = torch.cat((mask, torch.ones(1, text.shape[1] - 14, dtype=torch.long)), dim=1)
+    second = target.generate(text, attention_mask=longer, cache=first.cache, max_new_tokens=9, **options)
+    plain = target.generate(text, attention_mask=longer, max_new_tokens=9, **options)
+    assert torch.equal(second.sequences, plain.sequences)
+
+
+def test_states_that_are_no_keys_and_values(captured_rounds):
+    """Short convolutions do not count as a recurrent state, and stand in the cache of Transformers as well."""
+    lab = RecurrentLab()
+    target, drafter, (ids, _) = lab.target("lfm2"), lab.drafter(), ragged(1)
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    first = target.generate(ids, assistant_model=drafter, max_new_tokens=7, **options)
+    text = torch.cat((first.sequences, ids), dim=1)
+    second = target.generate(text, cache=first.cache, max_new_tokens=9, **options)
+    assert torch.equal(second.sequences, target.generate(text, max_new_tokens=9, **options).sequences)
+    assert not captured_rounds
+
+
+def test_threads_beside_the_main_one(lab, captured_rounds):
+    """They may share a target, which our attention would take from the others for the length of a call."""
+    target, drafter, (ids, _) = lab.target(), lab.drafter(), ragged(1)
+    plain = target.generate(ids, do_sample=False, max_new_tokens=20)
+    with ThreadPoolExecutor(3) as pool:
+        calls = [
+            pool.submit(target.generate, ids, do_sample=False, max_new_tokens=20, **extra)
+            for extra in (
+                {"assistant_model": drafter},
+                {},
+                {"assistant_model": drafter},
+                {},
+                {"assistant_model": drafter},
+            )
+        ]
+        assert all(torch.equal(call.result(), plain) for call in calls)
+    assert not captured_rounds
 
 
 def test_a_cache_of_another_kind(lab, captured_rounds):
