@@ -57,36 +57,43 @@ def _captured(call: tuple[Any, ...], streamer: BaseStreamer | None) -> ModelOutp
     target, _, _, _, config, drafter, kwargs = call
     batch, given = None, kwargs.get("cache")
     try:
-        if not _may_be_captured(target, drafter, config, kwargs):
-            return None
-        cache = DynamicCache(config=target.config) if given is None else given
-        with torch.inference_mode(False):  # as for `batched_decoding`
-            batch = Batch(*call)
-            if batch.plays_graphs:
-                return batch.decode(streamer, cache)
+        reason = _reason_against(target, drafter, config, kwargs)
+        if reason is None:
+            cache = DynamicCache(config=target.config) if given is None else given
+            with torch.inference_mode(False):  # as for `batched_decoding`
+                batch = Batch(*call)
+                if batch.plays_graphs:
+                    return batch.decode(streamer, cache)
+            reason = "its rounds cannot be captured"
     except Exception as error:  # of models that the other loop may serve, and of memory that it may not need
         if batch is not None and batch.begun:
             raise
-        logger.info(f"DSpark reads this prompt in the loop of Transformers: {in_a_line(error)}.")
+        reason = in_a_line(error)
+    logger.info(f"DSpark takes the loop of Transformers for this prompt: {reason}.")
     return None
 
 
-def _may_be_captured(
+def _reason_against(
     target: PreTrainedModel, drafter: DSparkDrafter, config: GenerationConfig, kwargs: dict[str, Any]
-) -> bool:
+) -> str | None:
     """
-    As far as can be told without trying: a new cache of keys and values alone, which have no padding in front; room
-    for it; and nobody else who needs the target while it attends in our way, so neither processes nor threads beside.
+    As far as can be told without trying: there has to be a new cache of keys and values alone, without padding in
+    front, room for it, and nobody else who needs the target while it attends in our way.
     """
+    if not worth_a_try(target, drafter, int(config.max_length)):
+        return "this device plays no graphs, or its memory is short"
     cache, mask = kwargs.get("cache"), kwargs.get("attention_mask")
-    usual = config.cache_implementation is None and config.use_cache and not config.output_attentions
     new = cache is None or (type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0)
-    beside = threading.current_thread() is not threading.main_thread()
-    if not (usual and new) or beside or kwargs.get("synced_gpus") or (target.tp_size or 1) > 1:
-        return False
-    if keeps_recurrent_state(target) or mixers(target) or (mask is not None and not bool(mask.all())):
-        return False
-    return worth_a_try(target, drafter, int(config.max_length))
+    reasons = {
+        "other threads may run the target": threading.current_thread() is not threading.main_thread(),
+        "several processes run the target": bool(kwargs.get("synced_gpus")) or (target.tp_size or 1) > 1,
+        "its cache is not a new DynamicCache": not (new and config.use_cache)
+        or config.cache_implementation is not None,
+        "attentions are to be returned": config.output_attentions,
+        "it is padded": mask is not None and not bool(mask.all()),
+        "the target keeps more than keys and values": keeps_recurrent_state(target) or bool(mixers(target)),
+    }
+    return next((reason for reason, met in reasons.items() if met), None)
 
 
 __all__ = ["captured_or_assisted"]
