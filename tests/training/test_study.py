@@ -73,7 +73,7 @@ def test_arms_are_trained_alike_and_measured_once(words, tmp_path, capsys):
 def test_processes_take_as_many_steps(words, tmp_path):
     """By one clock, though they are not equally quick."""
     arms = ["dflash-4", "markov-7-depth-1", "markov-7-written"]
-    rest = ["--out", str(tmp_path / "out"), "--jobs", "2", "--minutes", "0.25", "--arms", *arms]
+    rest = ["--out", str(tmp_path / "out"), "--jobs", "2", "--minutes", "0.15", "--arms", *arms]
     assert study.main([*words, *rest]) == 0
     found = json.loads((tmp_path / "out" / "study.json").read_text())
     assert {arm["name"] for arm in found["arms"]} == set(arms)
