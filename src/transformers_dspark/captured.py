@@ -363,11 +363,10 @@ def _entry_bytes(target: PreTrainedModel, drafter: DSparkDrafter) -> int:
 
 
 def _reason_against_device(*models: PreTrainedModel) -> str | None:
+    if models[0].device.type != "cuda":  # before every parameter is looked at
+        return f"the target is on {models[0].device.type}"
     devices = {tensor.device for model in models for tensor in model.parameters()}
-    if len(devices) > 1:
-        return "the models lie on several devices"
-    (device,) = devices
-    return None if device.type == "cuda" else f"the target is on {device.type}"
+    return "the models lie on several devices" if len(devices) > 1 else None
 
 
 def free_memory(device: torch.device) -> float:
@@ -407,7 +406,6 @@ __all__ = [
     "CapturedRounds",
     "Needs",
     "in_a_line",
-    "ran_out_of_memory",
     "reason_against",
     "worth_a_try",
 ]

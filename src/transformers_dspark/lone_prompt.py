@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput, logging
 
@@ -22,22 +22,14 @@ logger = logging.get_logger(__name__)
 
 
 def captured_or_assisted(
-    target: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    drafter: DSparkDrafter,
-    streamer: BaseStreamer | None = None,
-    **kwargs: Any,
+    *call: Any, streamer: BaseStreamer | None = None, **kwargs: Any
 ) -> ModelOutput | torch.LongTensor:
     """
     Generates for one prompt, in whichever loop suits it. Both return the same kinds of things, and leave the keys and
     values of the text in the cache that was given. The loop is chosen before the first token is shown.
 
     Args:
-        target, input_ids, logits_processor, stopping_criteria, generation_config, drafter, streamer, kwargs: As
-            [`~decoding.batched_decoding`] takes them.
+        call, streamer, kwargs: As [`~decoding.batched_decoding`] takes them, from the target to the drafter in order.
 
     Returns:
         The token ids, or a [`DSparkGenerateOutput`] with `return_dict_in_generate=True`.
@@ -45,7 +37,6 @@ def captured_or_assisted(
     Raises:
         NotImplementedError, ValueError: neither loop serves the call, or inputs contradict each other.
     """
-    call = target, input_ids, logits_processor, stopping_criteria, generation_config, drafter
     output = _captured((*call, kwargs), streamer)
     if output is None:
         output = assisted_decoding(*call, streamer=streamer, **kwargs)
