@@ -31,6 +31,11 @@ NEVER = StepCostTable((StepCost(1, 1, 0, 1e-3), StepCost(1, 2, 0, 1e-3)), (Draft
 NO_DRAFTS = {"verify_mode": "compact", "step_cost_table": NEVER}
 
 
+def _sending(drafts: int) -> dict[str, Any]:
+    """Options of the loop for rounds in which every row sends this many drafts."""
+    return {"max_verify_tokens": drafts} if drafts else NO_DRAFTS
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the command line asked for; see its help."""
@@ -167,14 +172,15 @@ class Bench:
             self._measured[key] = self.batch(rows, context).run(profile, engine, **options)
         return self._measured[key]
 
-    def drafting(
-        self, rows: int, context: int, drafts: int, engine: str | None = None, same_texts: bool = False
-    ) -> Rounds:
+    def drafting(self, rows: int, context: int, drafts: int, engine: str | None = None) -> Rounds:
         """Rounds in which every row sends this many drafts. Their time does not depend on acceptance."""
-        options: dict[str, Any] = {"max_verify_tokens": drafts} if drafts else NO_DRAFTS
-        name = f"{drafts} drafts, {same_texts}"
         engine = engine or self.settings.engine
-        return self.rounds(rows, context, "math", engine, name, same_texts=same_texts, **options)
+        return self.rounds(rows, context, "math", engine, f"{drafts} drafts", **_sending(drafts))
+
+    def unscheduled(self, rows: int, context: int, profile: str, drafts: int) -> Rounds:
+        """The same over texts of the lengths that schedules are measured over."""
+        name = f"{drafts} drafts, same texts"
+        return self.rounds(rows, context, profile, self.settings.engine, name, same_texts=True, **_sending(drafts))
 
     def scheduled(self, rows: int, context: int, profile: str, mode: str) -> Rounds:
         """Rounds whose windows follow a table of step costs, once the graphs that it asks for are there."""

@@ -20,7 +20,6 @@ from .divergence import divergence
 from .idle import idle_of
 from .pair import pair
 from .peers import PEERS, STEPS
-from .profiles import mean_length
 from .report import Line, Task
 from .rounds import Rounds, prompts
 from .shapes import LONGEST_BLOCK, Models, build_drafter, draft_bytes, step_bytes
@@ -71,7 +70,10 @@ def one_round(bench: Bench) -> Iterator[Task]:
 
 
 def throughput(bench: Bench) -> Iterator[Task]:
-    """Tokens per second of the loop by mode, rows and profile."""
+    """
+    Tokens per second of the loop by mode, rows and profile. A device slows down as it warms up, so what is compared is
+    measured one after the other, and every other time in the opposite order.
+    """
     settings = bench.settings
     for context in settings.contexts:
         for rows in settings.rows:
@@ -79,31 +81,25 @@ def throughput(bench: Bench) -> Iterator[Task]:
             if reason := bench.lacking(rows, context):
                 yield about, partial(dict, skipped=reason)
                 continue
-            yield {**about, "mode": "no drafter"}, partial(_unscheduled, bench, rows, context, 0)
-            if "static" in settings.modes:
-                yield {**about, "mode": "static"}, partial(_unscheduled, bench, rows, context, bench.models.block)
-            for mode in (mode for mode in settings.modes if mode != "static"):
-                if mode == "cap-accept" and (reason := bench.lacking(rows, context, caches=2)):
-                    yield {**about, "mode": mode}, partial(dict, skipped=reason)
-                    continue
-                for profile in settings.profiles:
-                    task = partial(_scheduled, bench, rows, context, mode, profile)
+            yield {**about, "mode": "no drafter"}, partial(_undrafted, bench, rows, context)
+            for number, profile in enumerate(settings.profiles):
+                for mode in settings.modes[:: 1 if number % 2 == 0 else -1]:
+                    task = partial(_drafted, bench, rows, context, mode, profile)
+                    if mode == "cap-accept" and (reason := bench.lacking(rows, context, caches=2)):
+                        task = partial(dict, skipped=reason)
                     yield {**about, "mode": mode, "profile": profile}, task
 
 
-def _unscheduled(bench: Bench, rows: int, context: int, drafts: int) -> list[Line]:
-    """Measured once: the time of a round does not depend on what is accepted, and the profiles differ in that only."""
-    found = bench.drafting(rows, context, drafts, same_texts=True)
-    lines = []
-    for profile in bench.settings.profiles:
-        length = mean_length(profile, rows, drafts)
-        rate = rows * length / found.seconds
-        figures = {"accepted_length": length, "tokens_per_second": rate}
-        lines.append({"profile": profile, "from_one_run": True, **_dict(found), **figures})
-    return lines
+def _undrafted(bench: Bench, rows: int, context: int) -> list[Line]:
+    """Measured once, since profiles differ in what is accepted only; behind the table that schedules read."""
+    bench.costs([rows], [context])
+    found = _dict(bench.unscheduled(rows, context, "math", 0))
+    return [{"profile": profile, "from_one_run": True, **found} for profile in bench.settings.profiles]
 
 
-def _scheduled(bench: Bench, rows: int, context: int, mode: str, profile: str) -> Line:
+def _drafted(bench: Bench, rows: int, context: int, mode: str, profile: str) -> Line:
+    if mode == "static":
+        return _dict(bench.unscheduled(rows, context, profile, bench.models.block))
     return _dict(bench.scheduled(rows, context, profile, mode))
 
 

@@ -13,7 +13,7 @@ from transformers_dspark.round_size import tiers
 from transformers_dspark.step_costs import StepCost
 
 
-TIMES = 4  # each size is played
+TIMES = 8  # each size is played
 
 
 class Survey(StepCostTable):

@@ -20,7 +20,8 @@ from ._compat import graph_pass
 from .kernels.few_rows_linear import MAX_WEIGHTS
 
 
-QUICKER = 16  # tokens up to which the kernel was quicker than cuBLAS on an H200
+# Tokens up to which the kernel was quicker than cuBLAS on an H200: for one weight, and for several in one launch.
+QUICKER, QUICKER_TOGETHER = 16, 64
 
 
 @library.custom_op("transformers_dspark::few_rows_linear", mutates_args=(), device_types="cuda")
@@ -79,7 +80,7 @@ def few_rows_linears(
     from .kernels import few_rows_linear as kernel
 
     tokens = states.numel() // max(1, states.shape[-1])
-    if 1 <= tokens <= QUICKER:
+    if 1 <= tokens <= QUICKER_TOGETHER:
         return kernel.few_rows_linears(states, weights, biases or None)
     return _one_by_one(states, weights, biases)
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.gpu import divergence, idle, peers, profiles, report, rounds, shapes
 from benchmarks.gpu.__main__ import main, parser, settings_of
 from benchmarks.gpu.bench import NO_DRAFTS, Bench
+from benchmarks.gpu.parts import PARTS
 from tests.cli.conftest import pair  # noqa: F401  (a fixture)
 from transformers_dspark import decoding, sampling
 from transformers_dspark.batch.drafting import RowDrafting
@@ -92,7 +93,7 @@ def test_a_table_of_costs_is_of_the_rounds_it_was_made_of():
 def test_modes_are_compared_over_texts_of_the_same_lengths():
     args = ["--shape", "tiny", "--rows", "2", "--context", "8", "--rounds", "3"]
     with Bench(settings_of(parser().parse_args(args))) as bench:
-        plain, whole = (bench.drafting(2, 8, drafts, same_texts=True) for drafts in (0, 7))
+        plain, whole = (bench.unscheduled(2, 8, "math", drafts) for drafts in (0, 7))
         cut = bench.scheduled(2, 8, "chat", "compact")
     least, most = rounds.Batch(bench.models, 2, 8, 3, bench.clock, bench.forced).span
     for found in (plain, whole, cut):
@@ -184,6 +185,19 @@ def test_steps_that_all_requests_share():
         peers.together(times, 4)
     with pytest.raises(RuntimeError, match="ended before"):
         peers.together([[0.0, 0.1], [0.5, 0.6]], 2)
+
+
+def test_modes_are_measured_one_after_the_other_and_in_turns():
+    """A device that slows down would else favour the mode that comes first."""
+    words = ["--shape", "tiny", "--rows", "2", "--modes", "static", "compact", "--profiles", "math", "chat"]
+    tasks = [about for about, _ in PARTS["throughput"][0](Bench(settings_of(parser().parse_args(words))))]
+    assert [(task.get("profile"), task["mode"]) for task in tasks] == [
+        (None, "no drafter"),
+        ("math", "static"),
+        ("math", "compact"),
+        ("chat", "compact"),
+        ("chat", "static"),
+    ]
 
 
 def test_every_part_on_the_cpu(tmp_path, capsys):
