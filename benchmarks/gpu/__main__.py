@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
         "settings": {name: _plain(value) for name, value in vars(settings).items()},
     }
     if args.add:
-        header |= _earlier(args.json, header["environment"]["device"], parts)
+        header |= _earlier(args.json, header["environment"]["device"])
     report = Report(args.json, header, deadline)
     with Bench(settings, deadline) as bench:
         report.add("device", {"copy_bytes_per_second": bench.bandwidth})
@@ -63,8 +63,8 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     return 0
 
 
-def _earlier(path: Path | None, device: str, parts: list[str]) -> dict[str, Any]:
-    """Of a file that an earlier command wrote, what this one does not measure, and where that was measured."""
+def _earlier(path: Path | None, device: str) -> dict[str, Any]:
+    """What an earlier command wrote to a file, and where that was measured."""
     if path is None or not path.exists():
         return {}
     before = _result(path)
@@ -72,7 +72,7 @@ def _earlier(path: Path | None, device: str, parts: list[str]) -> dict[str, Any]
         raise UsageError(
             f"--add: {path.name} is from {before['environment']['device']}, not {device}: name another file"
         )
-    kept = {name: lines for name, lines in before["parts"].items() if name not in (*parts, "device")}
+    kept = {name: lines for name, lines in before["parts"].items() if name != "device"}
     return {"parts": kept, "earlier": [*before.get("earlier", []), before["environment"]]}
 
 
@@ -137,7 +137,11 @@ def parser() -> argparse.ArgumentParser:
     add("--pair-tokens", type=positive_int, default=160, metavar="N", help="of an answer (default: %(default)s)")
     add("--device", metavar="NAME", help="cuda, cpu (default: cuda if there is one)")
     add("--json", type=json_file, metavar="FILE", help="the result, written after every line")
-    add("--add", action="store_true", help="keep the other parts that FILE holds, so that commands share a result")
+    add(
+        "--add",
+        action="store_true",
+        help="keep what FILE holds beside it, so that commands share a result",
+    )
     add("--plot", type=Path, metavar="FILE", help="draw the pictures of a result beside it, and measure nothing")
     return made
 

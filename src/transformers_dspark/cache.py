@@ -258,12 +258,12 @@ class RaggedCache(Cache):
         """Forgets a row's entries from `length` on; all of them where a recurrent state has gone further."""
         self.context.cut(row, length if self.recurrent is None else self.recurrent.cut(row, length))
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Exchanges two rows."""
-        longer = max(self.lengths[first], self.lengths[second])
-        for layer in self.layers:
-            if layer.is_initialized:
-                swap_rows((layer.keys[:, :, :longer], layer.values[:, :, :longer]), first, second)
+    def swap_rows(self, first: Sequence[int], second: Sequence[int]) -> None:
+        """Exchanges rows `first[i]` and `second[i]`; no row is named twice."""
+        longest = max((self.lengths[row] for row in (*first, *second)), default=0)
+        made = (layer for layer in self.layers if layer.is_initialized)
+        held = (buffer[:, :, :longest] for layer in made for buffer in (layer.keys, layer.values))
+        swap_rows(held, first, second)
         self.context.swap_rows(first, second)
         if self.recurrent is not None:
             self.recurrent.swap_rows(first, second)

@@ -18,6 +18,7 @@ import torch
 from .batch.captured_schedule import CapturedSchedule
 from .batch.processors import RowProcessors
 from .captured import CapturedRounds, CaptureError
+from .ragged_context import swap_items, swap_rows, to_the_front
 from .sampling import RowNoise
 
 
@@ -189,19 +190,12 @@ class CapturedLoop:
 
     def _compact(self, live: int) -> None:
         """Brings live rows to the front, so that smaller rounds will do. Nothing may be under way."""
-        state, behind = self._state, live
-        for place in range(live):
-            if self._places[place] not in self._gone:
-                continue
-            while self._places[behind] in self._gone:
-                behind += 1
-            pair, turned = [place, behind], [behind, place]
-            self._places[place], self._places[behind] = self._places[behind], self._places[place]
-            self._rounds.cache.swap_rows(place, behind)
-            for tensor in (state.text, state.ends, state.entries, state.shifts, state.starts, state.live):
-                tensor[pair] = tensor[turned]
-            if self._bank is not None:
-                self._bank[:, pair] = self._bank[:, turned]
+        state = self._state
+        pairs = to_the_front([row in self._gone for row in self._places])
+        swap_items(self._places, *pairs)
+        self._rounds.cache.swap_rows(*pairs)
+        held = [state.text, state.ends, state.entries, state.shifts, state.starts, state.live]
+        swap_rows(held if self._bank is None else [*held, self._bank.transpose(0, 1)], *pairs)
         self._size = 1 << (live - 1).bit_length()
 
     def _draw(self, size: int) -> None:

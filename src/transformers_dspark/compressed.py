@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .lending import Lender, lend_forward
+from .ragged_context import swap_items
 from .rewinding import rewinding_cache
 from .windows import WINDOW_KEYWORD, MaskedRow, VerifyWindow
 
@@ -145,9 +146,9 @@ class CompressedRows:
         self._rows[row] = self._fresh()
         return 0
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Exchanges two rows."""
-        self._rows[first], self._rows[second] = self._rows[second], self._rows[first]
+    def swap_rows(self, first: Sequence[int], second: Sequence[int]) -> None:
+        """Exchanges rows `first[i]` and `second[i]`; no row is named twice."""
+        swap_items(self._rows, first, second)
 
     def rearrange(self, order: torch.Tensor) -> None:
         """Puts row `order[i]` in place i."""

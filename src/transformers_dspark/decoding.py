@@ -31,6 +31,7 @@ from .captured import CapturedRounds, CaptureError, Needs, reason_against
 from .captured_loop import CapturedLoop, CapturedRound
 from .generation_config import DraftingOptions
 from .modeling_dspark import DSparkDrafter
+from .ragged_context import swap_items, to_the_front
 from .sampling import RowNoise, Verdict, accept, accept_greedy, best
 from .strict import check_repeats, filled, tokens_of_a_step
 from .target import TargetTaps, few_rows_linears, learned_positions
@@ -208,7 +209,7 @@ class Batch:
         if self.config.do_sample:
             self._noise = RowNoise(self._seeds or self.options.row_seeds(rows))
         left = [len(ids) - done for ids, done in zip(inputs.ids, self.cache.lengths, strict=True)]
-        last: list[torch.Tensor] = [torch.empty(0)] * rows
+        last: torch.Tensor | None = None
         while any(left):
             share = max(1, PREFILL_TOKENS // sum(map(bool, left)))
             widths = [min(share, count) for count in left]
@@ -223,16 +224,16 @@ class Batch:
             keep = (ends[finals] if finals else ends[:1]).to(self.device)
             outputs, logits = self._forward(ids, positions, window, keep)
             self._extend(outputs, positions, window)
-            for index, row in enumerate(finals):
-                last[row] = logits[index]
+            last = logits.new_empty(rows, logits.shape[1]) if last is None else last
+            last[finals] = logits[: len(finals)]
             self.records.keep_prompt(outputs, window, inputs.columns, self.start)
-        logits = torch.stack(last)
-        scores = self._processors(self.text, range(rows), self.ends, logits.clone())
+        assert last is not None  # for the type checker
+        scores = self._processors(self.text, range(rows), self.ends, last.clone())
         if self._noise is not None:
             self._drawn = self._noise(range(rows), 2 * self._gamma + 1, self.device)
         none = self.text.new_empty(rows, 0)
         kept, _ = self._commit(none, self._judge(scores[:, None], none, None, [0] * rows), scores[:, None])
-        self.records.keep_tokens(self.places, kept, [1] * rows, scores, logits, None)
+        self.records.keep_tokens(self.places, kept, [1] * rows, scores, last, None)
         return self._retire(kept)
 
     def round(self) -> list[list[int]]:
@@ -458,12 +459,11 @@ class Batch:
         by_row: list[list[int]] = [[] for _ in self.ends]
         for row, tokens in zip(self.places, kept, strict=False):
             by_row[row] = tokens
-        for place in reversed(range(self.live)):
-            if self._stopping.done(self.places[place]):
-                self.live -= 1
-                if place != self.live:
-                    self.cache.swap_rows(place, self.live)
-                    self.places[place], self.places[self.live] = self.places[self.live], self.places[place]
+        done = [self._stopping.done(row) for row in self.places[: self.live]]
+        pairs = to_the_front(done)
+        swap_items(self.places, *pairs)
+        self.cache.swap_rows(*pairs)
+        self.live -= sum(done)
         self.cache.context.live = self.live
         return by_row
 

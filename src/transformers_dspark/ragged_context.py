@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +11,9 @@ from . import ragged_ops
 from .backbone_dspark import DSparkContext, KeysValues
 from .modeling_dspark import DSparkDrafter
 from .windows import VerifyWindow
+
+
+SWAPPED_BYTES = 2**28  # of a buffer that are copied at once
 
 
 class RaggedContext(DSparkContext):
@@ -106,13 +110,10 @@ class RaggedContext(DSparkContext):
         ]
         return some
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Exchanges two rows."""
-        for pair in self._buffers:
-            if pair is not None:
-                swap_rows(pair, first, second)
-        swap_rows((self._places,), first, second)
-        self.lengths[first], self.lengths[second] = self.lengths[second], self.lengths[first]
+    def swap_rows(self, first: Sequence[int], second: Sequence[int]) -> None:
+        """Exchanges rows `first[i]` and `second[i]`; no row is named twice."""
+        swap_rows([self._places, *(buffer for pair in self._buffers if pair for buffer in pair)], first, second)
+        swap_items(self.lengths, first, second)
 
     def cut(self, row: int, length: int) -> None:
         """Forgets a row's entries from `length` on."""
@@ -144,10 +145,31 @@ class RaggedContext(DSparkContext):
         return found
 
 
-def swap_rows(buffers: Sequence[torch.Tensor], first: int, second: int) -> None:
-    """Exchanges two rows of `(rows, ...)` buffers in place."""
-    for buffer in buffers:
-        buffer[[first, second]] = buffer[[second, first]]
+def swap_rows(buffers: Iterable[torch.Tensor], first: Sequence[int], second: Sequence[int]) -> None:
+    """
+    Exchanges rows `first[i]` and `second[i]` of `(rows, ...)` buffers in place; no row is named twice. On a GPU the
+    way of the numbers there takes longer than most copies, so they are sent once for all buffers.
+    """
+    sent: dict[torch.device, torch.Tensor] = {}
+    for buffer in buffers if first else ():
+        if buffer.device not in sent:
+            sent[buffer.device] = torch.tensor([first, second, first], device=buffer.device)
+        at_once = max(1, SWAPPED_BYTES // max(1, 2 * buffer[0].nbytes))
+        for some in sent[buffer.device].split(at_once, dim=1):
+            buffer[some[:2].flatten()] = buffer[some[1:].flatten()]
 
 
-__all__ = ["RaggedContext", "swap_rows"]
+def swap_items(items: list[Any], first: Sequence[int], second: Sequence[int]) -> None:
+    """The same in a list of one item a row."""
+    for one, other in zip(first, second, strict=True):
+        items[one], items[other] = items[other], items[one]
+
+
+def to_the_front(done: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """The rows to exchange, as few as can be, so that those that are not done come first."""
+    live = len(done) - sum(done)
+    free = [place for place in range(live) if done[place]]
+    return free, [place for place in range(live, len(done)) if not done[place]]
+
+
+__all__ = ["RaggedContext", "swap_items", "swap_rows", "to_the_front"]

@@ -43,7 +43,7 @@ from .mixers import (
     packed_arguments,
     read_one_by_one,
 )
-from .ragged_context import swap_rows
+from .ragged_context import swap_items, swap_rows
 from .window_layers import WindowLayer, windowed
 from .windows import VerifyWindow
 
@@ -264,10 +264,11 @@ class MixerRows:
         for state in self._states.values():
             state[:, rows] = 0
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Exchanges two rows in place."""
+    @property
+    def by_row(self) -> list[torch.Tensor]:
+        """What it holds, `(rows, ...)` each."""
         held = [state.transpose(0, 1) for state in self._states.values()]
-        swap_rows([*held, *(() if self._inputs is None else (self._inputs,))], first, second)
+        return held if self._inputs is None else [*held, self._inputs]
 
     def rearrange(self, order: torch.Tensor) -> None:
         """Puts row `order[i]` in place i."""
@@ -444,11 +445,10 @@ class RecurrentRows:
         for layer in self._layers.values():
             layer.clear()
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Exchanges two rows."""
-        self.settled[first], self.settled[second] = self.settled[second], self.settled[first]
-        for layer in self._layers.values():
-            layer.swap_rows(first, second)
+    def swap_rows(self, first: Sequence[int], second: Sequence[int]) -> None:
+        """Exchanges rows `first[i]` and `second[i]`; no row is named twice."""
+        swap_items(self.settled, first, second)
+        swap_rows((held for layer in self._layers.values() for held in layer.by_row), first, second)
 
     def copied(self) -> RecurrentRows:
         """The same rows, which can be rearranged apart."""

@@ -116,13 +116,11 @@ class VerifyWindow:
         cls, lengths: Sequence[int], widths: Sequence[int], device: torch.device, certain: bool = False
     ) -> VerifyWindow:
         """Windows of `widths` tokens behind `lengths` cached ones, one of each for a row."""
-        flat = [
-            (row, length + offset, offset)
-            for row, (length, width) in enumerate(zip(lengths, widths, strict=True))
-            for offset in range(width)
-        ]
-        places = torch.tensor(flat, dtype=torch.long, device=device).view(-1, 3).T.contiguous()
-        spans = torch.tensor([[*lengths, 0], list(accumulate(widths, initial=0))], dtype=torch.int32, device=device)
+        spans = torch.tensor([[*lengths, 0], list(accumulate(widths, initial=0))], dtype=torch.int32)
+        rows = torch.repeat_interleave(torch.tensor(widths, dtype=torch.long))
+        offsets = torch.arange(len(rows)) - spans[1, rows]
+        places = torch.stack((rows, spans[0, rows] + offsets, offsets)).to(device)
+        spans = spans.to(device)
         ends = [length + width for length, width in zip(lengths, widths, strict=True)]
         return cls.over(places, spans, len(ends), (max(widths), max(ends), max(lengths)), certain)
 

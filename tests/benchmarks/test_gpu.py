@@ -218,6 +218,12 @@ def test_every_part_on_the_cpu(tmp_path, capsys):
     assert "native DFlash" in said
     assert main(["--shape", "tiny", "--parts", "pair", "--json", str(path), "--add"]) == 0  # the others are kept
     assert set(json.loads(path.read_text())["parts"]) == set(result["parts"])
+    more = ["--rows", "1", "2", "--modes", "static", "--parts", "throughput", "--json", str(path), "--add"]
+    assert main(["--shape", "tiny", *words[4:], *more]) == 0  # what is measured anew takes the place of what there was
+    lines = json.loads(path.read_text())["parts"]["throughput"]
+    kept, anew = {"compact", "cap-accept"}, {"no drafter", "static"}
+    expected = [*((2, mode) for mode in kept | anew), *((1, mode) for mode in anew)]
+    assert sorted((line["rows"], line["mode"]) for line in lines) == sorted(expected)
     assert main(["--plot", str(path)]) == 0
     assert len(list(tmp_path.glob("result-*.svg"))) == 2
 
