@@ -223,7 +223,7 @@ class Batch:
             ends = torch.tensor(widths).cumsum(0) - 1
             keep = (ends[finals] if finals else ends[:1]).to(self.device)
             outputs, logits = self._forward(ids, positions, window, keep)
-            self._extend(outputs, positions, window)
+            self._extend(outputs, positions, window, widths)
             last = logits.new_empty(rows, logits.shape[1]) if last is None else last
             last[finals] = logits[: len(finals)]
             self.records.keep_prompt(outputs, window, inputs.columns, self.start)
@@ -391,18 +391,16 @@ class Batch:
             logits = logits[:total]
         return outputs, logits
 
-    def _extend(
-        self, outputs: ModelOutput, positions: torch.Tensor, window: VerifyWindow, counts: list[int] | None = None
-    ) -> None:
-        """Commits the first `counts` tokens of each row's window, or all of them, to both caches."""
+    def _extend(self, outputs: ModelOutput, positions: torch.Tensor, window: VerifyWindow, counts: list[int]) -> None:
+        """Commits the first `counts` tokens of each row's window to both caches."""
         taps = self.taps.read(outputs, self.drafter.device, self.drafter.dtype)
-        if counts is not None:
+        if not window.certain:
             limits = torch.tensor(counts, device=self.device)
             keep = window.offsets < limits[window.rows]
             window = window.only(keep)
             taps, positions = taps[:, : len(keep)][:, keep.to(taps.device)], positions[keep]
         self.cache.context.extend(self.drafter, taps, positions[None], window)
-        for place, count in enumerate(counts or window.counts()):
+        for place, count in enumerate(counts):
             self.cache.lengths[place] += count
 
     def _judge(
