@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
         "settings": {name: _plain(value) for name, value in vars(settings).items()},
     }
     if args.add:
-        header |= _earlier(args.json, header["environment"]["device"])
+        header |= _earlier(args.json, header)
     report = Report(args.json, header, deadline)
     with Bench(settings, deadline) as bench:
         report.add("device", {"copy_bytes_per_second": bench.bandwidth})
@@ -63,15 +63,16 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     return 0
 
 
-def _earlier(path: Path | None, device: str) -> dict[str, Any]:
+def _earlier(path: Path | None, header: dict[str, Any]) -> dict[str, Any]:
     """What an earlier command wrote to a file, and where that was measured."""
     if path is None or not path.exists():
         return {}
     before = _result(path)
-    if before["environment"]["device"] != device:
-        raise UsageError(
-            f"--add: {path.name} is from {before['environment']['device']}, not {device}: name another file"
-        )
+    for of, name in (("environment", "device"), ("settings", "shape")):
+        if before[of][name] != header[of][name]:
+            raise UsageError(
+                f"--add: {path.name} has {name} {before[of][name]}, not {header[of][name]}: name another file"
+            )
     kept = {name: lines for name, lines in before["parts"].items() if name != "device"}
     return {"parts": kept, "earlier": [*before.get("earlier", []), before["environment"]]}
 
@@ -140,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--add",
         action="store_true",
-        help="keep what FILE holds beside it, so that commands share a result",
+        help="keep what FILE holds, except lines about the same",
     )
     add("--plot", type=Path, metavar="FILE", help="draw the pictures of a result beside it, and measure nothing")
     return made

@@ -91,7 +91,7 @@ def throughput(bench: Bench) -> Iterator[Task]:
 
 
 def _undrafted(bench: Bench, rows: int, context: int) -> list[Line]:
-    """Measured once, since profiles differ in what is accepted only; behind the table that schedules read."""
+    """Measured once, since profiles differ in what is accepted only; after the table that schedules read."""
     bench.costs([rows], [context])
     found = _dict(bench.unscheduled(rows, context, "math", 0))
     return [{"profile": profile, "from_one_run": True, **found} for profile in bench.settings.profiles]

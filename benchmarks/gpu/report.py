@@ -40,10 +40,8 @@ class Report:
         began, took = time.monotonic(), 0.0
         for about, task in self._surviving(part, tasks):
             start = time.monotonic()
-            earlier, others = self._about(part, about)
             if start + took > self._deadline:
-                if not earlier:
-                    self.add(part, {**about, "skipped": "the time was up"})
+                self._put(part, about, {"skipped": "the time was up"})
                 continue
             try:
                 found = task()
@@ -53,17 +51,23 @@ class Report:
             took = time.monotonic() - start
             if "failed" in found:
                 recover()  # only now, when no frame of the failure holds memory any more
-            self.result["parts"][part] = others
-            for line in found if isinstance(found, list) else [found]:
-                self.add(part, {**about, **line})
+            self._put(part, about, found)
         self.result["seconds"][part] = time.monotonic() - began
         write_json(self._path, self.result)
 
-    def _about(self, part: str, about: Line) -> tuple[list[Line], list[Line]]:
-        """The lines of a part so far that a task's would replace, and the others."""
-        lines = self.result["parts"].get(part, [])
-        earlier = [line for line in lines if about.items() <= line.items()] if about else lines
-        return earlier, [line for line in lines if line not in earlier]
+    def _put(self, part: str, about: Line, found: Line | list[Line]) -> None:
+        """
+        Keeps what a task found in the place of what an earlier command did, unless it is nothing but the reason why
+        there is nothing.
+        """
+        lines = self.result["parts"].setdefault(part, [])
+        replaced = [about.items() <= line.items() for line in lines]
+        if any(replaced) and isinstance(found, dict) and {"failed", "skipped"} & found.keys():
+            print(f"{part}: {found} ({about}); the file keeps what it held", flush=True)
+            return
+        lines[:] = [line for line, old in zip(lines, replaced, strict=True) if not old]
+        for line in found if isinstance(found, list) else [found]:
+            self.add(part, {**about, **line})
 
     def add(self, part: str, line: Line) -> None:
         """Keeps a line, writes the file and says it."""

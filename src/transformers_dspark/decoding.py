@@ -479,7 +479,8 @@ class Batch:
                 self.cache.rearrange(order, self.cache.context.capacity)
             else:  # whose own stays where it is
                 self.cache = self.cache.copied(order, self.max_length)
-            self.cache.ids = [self.inputs.real(row, self.text, self.ends[row]) for row in range(len(self.ends))]
+            new = (self.text[row, self.start : end] for row, end in enumerate(self.ends))
+            self.cache.ids = [torch.cat(parts) for parts in zip(self.inputs.ids, new, strict=True)]
         if not self.config.return_dict_in_generate:
             return sequences
         self.stats.schedule = self._schedule.figures()

@@ -116,11 +116,11 @@ class VerifyWindow:
         cls, lengths: Sequence[int], widths: Sequence[int], device: torch.device, certain: bool = False
     ) -> VerifyWindow:
         """Windows of `widths` tokens behind `lengths` cached ones, one of each for a row."""
-        spans = torch.tensor([[*lengths, 0], list(accumulate(widths, initial=0))], dtype=torch.int32, device=device)
-        counts = torch.tensor(widths, dtype=torch.long, device=device)
-        rows = torch.repeat_interleave(counts, output_size=sum(widths))  # whose size the host need not ask for
-        offsets = torch.arange(len(rows), device=device) - spans[1, rows]
-        places = torch.stack((rows, spans[0, rows] + offsets, offsets))
+        spans = torch.tensor([[*lengths, 0], list(accumulate(widths, initial=0))], dtype=torch.int32)
+        rows = torch.repeat_interleave(torch.tensor(widths, dtype=torch.long))
+        offsets = torch.arange(len(rows)) - spans[1, rows]
+        places = torch.stack((rows, spans[0, rows] + offsets, offsets)).to(device)
+        spans = spans.to(device)
         ends = [length + width for length, width in zip(lengths, widths, strict=True)]
         return cls.over(places, spans, len(ends), (max(widths), max(ends), max(lengths)), certain)
 

@@ -228,6 +228,26 @@ def test_every_part_on_the_cpu(tmp_path, capsys):
     assert len(list(tmp_path.glob("result-*.svg"))) == 2
 
 
+def test_a_file_keeps_what_a_later_command_cannot_measure():
+    earlier = [{"rows": 1, "speed": 2.0}, {"rows": 8, "speed": 3.0}]
+    made = report.Report(None, {"parts": {"pair": list(earlier)}}, math.inf)
+    made.measure("pair", [({}, lambda: {"skipped": "no pair"}), ({"rows": 8}, lambda: 1 / 0)], lambda: None)
+    assert made.result["parts"]["pair"] == earlier
+    made.measure("pair", [({"rows": 8}, lambda: {"speed": 4.0})], lambda: None)
+    assert made.result["parts"]["pair"] == [earlier[0], {"rows": 8, "speed": 4.0}]
+
+
+def test_a_file_of_another_shape_is_refused(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    words = ["--shape", "tiny", "--rows", "1", "--parts", "pair", "--json", str(path)]
+    assert main(words) == 0
+    result = json.loads(path.read_text())
+    result["settings"]["shape"] = "8b"
+    path.write_text(json.dumps(result))
+    assert main([*words, "--add"]) == 2
+    assert "has shape 8b, not tiny" in capsys.readouterr().err
+
+
 def test_the_pair(pair, capsys):  # noqa: F811
     words = [
         "--pair-target",

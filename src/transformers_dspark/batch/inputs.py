@@ -29,7 +29,6 @@ class BatchInputs:
         positions (`list[torch.LongTensor]`): Their absolute positions.
         columns (`list[torch.LongTensor]`): Their columns in the caller's `input_ids`.
         shifts (`list[int]`): What a row's position is ahead of its number of earlier tokens.
-        prompt (`int`): Columns of the caller's `input_ids`.
         cache (`RaggedCache`): Holds a row's beginning already where a cache of an earlier call was given.
         pad_id (`int`): Stands behind a text that ended.
         continued (`bool`): The cache was given, and is whole again when the call ends.
@@ -39,7 +38,6 @@ class BatchInputs:
     positions: list[torch.Tensor]
     columns: list[torch.Tensor]
     shifts: list[int]
-    prompt: int
     cache: RaggedCache
     pad_id: int
     continued: bool
@@ -96,19 +94,15 @@ class BatchInputs:
         elif position_ids.dim() == 3:
             position_ids = position_ids[0]  # multimodal rotary positions: the first axis is the text's
         position_ids = position_ids[:, -input_ids.shape[1] :].expand(input_ids.shape)
-        counts, prompt = real.sum(dim=1), input_ids.shape[1]
+        counts, at = real.sum(dim=1), real.nonzero(as_tuple=True)
         sizes, shifts = torch.stack((counts, position_ids[:, -1] + 1 - counts)).tolist()
-        flat = real.nonzero()[:, 1], position_ids[real], input_ids[real]
+        flat = at[1], position_ids[at], input_ids[at]
         columns, positions, ids = (list(tensor.split(sizes)) for tensor in flat)
         pad_id = _pad_id(config)
         cache = _continued(target, drafter, ids, positions, capacity, model_kwargs.get("cache"))
         if cache is None:
             cache = new_cache()
-        return cls(ids, positions, columns, shifts, prompt, cache, pad_id, cache is model_kwargs.get("cache"))
-
-    def real(self, row: int, text: torch.Tensor, end: int) -> torch.Tensor:
-        """A row's tokens without padding, up to `end` of `text`."""
-        return torch.cat((self.ids[row], text[row, self.prompt : end]))
+        return cls(ids, positions, columns, shifts, cache, pad_id, cache is model_kwargs.get("cache"))
 
 
 def _continued(
