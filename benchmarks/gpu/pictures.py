@@ -52,6 +52,8 @@ def draw(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
 
 def _throughput(panels: Sequence[Any], lines: Sequence[Mapping[str, Any]], profiles: Sequence[str]) -> None:
     """A panel a profile; a line a mode, whose points are row counts."""
+    from matplotlib.ticker import LogFormatter
+
     for axes, profile in zip(panels, profiles, strict=True):
         for mode, style in zip(MODES, LINES, strict=False):
             points = sorted(
@@ -67,7 +69,7 @@ def _throughput(panels: Sequence[Any], lines: Sequence[Mapping[str, Any]], profi
         axes.set(title=profile, ylabel="tokens/s of all rows", xscale="log", yscale="log")
         for axis in (axes.xaxis, axes.yaxis):  # numbers, not powers
             axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("")
+            axis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
         axes.margins(0.1)
     panels[0].legend()
     panels[-1].set_xlabel("tokens/s of a row (numbers: rows)")
