@@ -80,7 +80,8 @@ def _earlier(path: Path | None, header: dict[str, Any]) -> dict[str, Any]:
 def _result(path: Path) -> dict[str, Any]:
     """What an earlier command wrote."""
     found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or not {"environment", "settings", "parts"} <= found.keys():
+    about = [found.get(name) if isinstance(found, dict) else None for name in ("environment", "settings", "parts")]
+    if not all(isinstance(part, dict) for part in about) or not {"device", "shape"} <= {*about[0], *about[1]}:
         raise UsageError(f"{path} is no result of this benchmark: give a file that its --json wrote")
     return found
 

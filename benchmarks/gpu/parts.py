@@ -81,7 +81,8 @@ def throughput(bench: Bench) -> Iterator[Task]:
             if reason := bench.lacking(rows, context):
                 yield about, partial(dict, skipped=reason)
                 continue
-            yield {**about, "mode": "no drafter"}, partial(_undrafted, bench, rows, context)
+            for profile in settings.profiles:
+                yield {**about, "mode": "no drafter", "profile": profile}, partial(_undrafted, bench, rows, context)
             for number, profile in enumerate(settings.profiles):
                 for mode in settings.modes[:: 1 if number % 2 == 0 else -1]:
                     task = partial(_drafted, bench, rows, context, mode, profile)
@@ -90,11 +91,10 @@ def throughput(bench: Bench) -> Iterator[Task]:
                     yield {**about, "mode": mode, "profile": profile}, task
 
 
-def _undrafted(bench: Bench, rows: int, context: int) -> list[Line]:
+def _undrafted(bench: Bench, rows: int, context: int) -> Line:
     """Measured once, since profiles differ in what is accepted only; after the table that schedules read."""
     bench.costs([rows], [context])
-    found = _dict(bench.unscheduled(rows, context, "math", 0))
-    return [{"profile": profile, "from_one_run": True, **found} for profile in bench.settings.profiles]
+    return {"from_one_run": True, **_dict(bench.unscheduled(rows, context, "math", 0))}
 
 
 def _drafted(bench: Bench, rows: int, context: int, mode: str, profile: str) -> Line:

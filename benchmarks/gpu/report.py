@@ -17,6 +17,7 @@ from transformers_dspark.cli import write_json
 Line = dict[str, Any]
 # What a part yields: what the line is about, and how it is measured. One measurement can give several lines.
 Task = tuple[Line, Callable[[], Line | list[Line]]]
+NOTHING = {"failed", "skipped"}  # in the place of figures, why there are none
 UNSAID = {"rounds", "simulated_acceptance", "from_one_run", "mean_context"}
 
 
@@ -61,13 +62,18 @@ class Report:
         there is nothing.
         """
         lines = self.result["parts"].setdefault(part, [])
-        replaced = [about.items() <= line.items() for line in lines]
-        if any(replaced) and isinstance(found, dict) and {"failed", "skipped"} & found.keys():
+        made = [{**about, **line} for line in (found if isinstance(found, list) else [found])]
+        same = [about.items() <= line.items() for line in lines]
+        if any(same) and any(NOTHING & line.keys() for line in made):
             print(f"{part}: {found} ({about}); the file keeps what it held", flush=True)
             return
-        lines[:] = [line for line, old in zip(lines, replaced, strict=True) if not old]
-        for line in found if isinstance(found, list) else [found]:
-            self.add(part, {**about, **line})
+        lines[:] = [
+            line
+            for line, old in zip(lines, same, strict=True)
+            if not old and not any(_outdated(line, by) for by in made)
+        ]
+        for line in made:
+            self.add(part, line)
 
     def add(self, part: str, line: Line) -> None:
         """Keeps a line, writes the file and says it."""
@@ -84,6 +90,12 @@ class Report:
         except Exception as error:
             traceback.print_exc()
             self.add(part, {"failed": f"{type(error).__name__}: {error}"[:500]})
+
+
+def _outdated(line: Line, by: Line) -> bool:
+    """Whether a line says why there was nothing of what there is now."""
+    said = {name: value for name, value in line.items() if name not in NOTHING}
+    return len(said) < len(line) and said.items() <= by.items()
 
 
 def _short(value: Any) -> str:

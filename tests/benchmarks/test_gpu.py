@@ -192,7 +192,8 @@ def test_modes_are_measured_one_after_the_other_and_in_turns():
     words = ["--shape", "tiny", "--rows", "2", "--modes", "static", "compact", "--profiles", "math", "chat"]
     tasks = [about for about, _ in PARTS["throughput"][0](Bench(settings_of(parser().parse_args(words))))]
     assert [(task.get("profile"), task["mode"]) for task in tasks] == [
-        (None, "no drafter"),
+        ("math", "no drafter"),
+        ("chat", "no drafter"),
         ("math", "static"),
         ("math", "compact"),
         ("chat", "compact"),
@@ -233,8 +234,18 @@ def test_a_file_keeps_what_a_later_command_cannot_measure():
     made = report.Report(None, {"parts": {"pair": list(earlier)}}, math.inf)
     made.measure("pair", [({}, lambda: {"skipped": "no pair"}), ({"rows": 8}, lambda: 1 / 0)], lambda: None)
     assert made.result["parts"]["pair"] == earlier
+    made.result["parts"]["pair"] += [
+        {"rows": 8, "failed": "before"},
+        {"rows": 64, "skipped": "no room"},
+        {"failed": "all"},
+    ]
     made.measure("pair", [({"rows": 8}, lambda: {"speed": 4.0})], lambda: None)
-    assert made.result["parts"]["pair"] == [earlier[0], {"rows": 8, "speed": 4.0}]
+    assert made.result["parts"]["pair"] == [earlier[0], {"rows": 64, "skipped": "no room"}, {"rows": 8, "speed": 4.0}]
+    made.measure("pair", [({"rows": 64, "mode": "static"}, lambda: {"speed": 5.0})], lambda: None)
+    assert made.result["parts"]["pair"][1:] == [
+        {"rows": 8, "speed": 4.0},
+        {"rows": 64, "mode": "static", "speed": 5.0},
+    ]
 
 
 def test_a_file_of_another_shape_is_refused(tmp_path, capsys):
@@ -246,6 +257,10 @@ def test_a_file_of_another_shape_is_refused(tmp_path, capsys):
     path.write_text(json.dumps(result))
     assert main([*words, "--add"]) == 2
     assert "has shape 8b, not tiny" in capsys.readouterr().err
+    for broken in ({"environment": {}, "settings": {}, "parts": {}}, {**result, "parts": []}, []):
+        path.write_text(json.dumps(broken))
+        assert main([*words, "--add"]) == main(["--plot", str(path)]) == 2
+        assert "is no result of this benchmark" in capsys.readouterr().err
 
 
 def test_the_pair(pair, capsys):  # noqa: F811
