@@ -80,8 +80,9 @@ def _earlier(path: Path | None, header: dict[str, Any]) -> dict[str, Any]:
 def _result(path: Path) -> dict[str, Any]:
     """What an earlier command wrote."""
     found = json.loads(path.read_text(encoding="utf-8"))
-    about = [found.get(name) if isinstance(found, dict) else None for name in ("environment", "settings", "parts")]
-    if not all(isinstance(part, dict) for part in about) or not {"device", "shape"} <= {*about[0], *about[1]}:
+    needed = {"environment": {"device"}, "settings": {"shape"}, "parts": set()}
+    about = found if isinstance(found, dict) else {}
+    if not all(isinstance(about.get(name), dict) and keys <= about[name].keys() for name, keys in needed.items()):
         raise UsageError(f"{path} is no result of this benchmark: give a file that its --json wrote")
     return found
 
@@ -139,11 +140,7 @@ def parser() -> argparse.ArgumentParser:
     add("--pair-tokens", type=positive_int, default=160, metavar="N", help="of an answer (default: %(default)s)")
     add("--device", metavar="NAME", help="cuda, cpu (default: cuda if there is one)")
     add("--json", type=json_file, metavar="FILE", help="the result, written after every line")
-    add(
-        "--add",
-        action="store_true",
-        help="keep what FILE holds, except lines about the same",
-    )
+    add("--add", action="store_true", help="keep what FILE holds, except lines about the same")
     add("--plot", type=Path, metavar="FILE", help="draw the pictures of a result beside it, and measure nothing")
     return made
 

@@ -20,7 +20,7 @@ from ._compat import graph_pass
 from .kernels.few_rows_linear import MAX_WEIGHTS
 
 
-# Tokens up to which the kernel was quicker than cuBLAS on an H200: for one weight, and for several, some of them small
+# Tokens up to which the kernel was quicker than cuBLAS on an H200: for one weight, and for several in one launch
 QUICKER, QUICKER_TOGETHER = 16, 64
 
 

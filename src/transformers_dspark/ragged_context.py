@@ -147,8 +147,8 @@ class RaggedContext(DSparkContext):
 
 def swap_rows(buffers: Iterable[torch.Tensor], first: Sequence[int], second: Sequence[int]) -> None:
     """
-    Exchanges rows `first[i]` and `second[i]` of `(rows, ...)` buffers in place; no row is named twice. On a GPU the
-    way of the numbers there takes longer than most copies, so they are sent once for all buffers.
+    Exchanges rows `first[i]` and `second[i]` of `(rows, ...)` buffers in place; no row is named twice. The numbers are
+    sent to a device once for all buffers.
     """
     sent: dict[torch.device, torch.Tensor] = {}
     for buffer in buffers if first else ():

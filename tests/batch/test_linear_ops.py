@@ -26,7 +26,7 @@ def test_any_number_of_tokens(shape):
     torch.testing.assert_close(torch.ops.transformers_dspark.few_rows_linear(states, weight), F.linear(states, weight))
 
 
-@pytest.mark.parametrize("shape", [(3, 20), (2, 50, 20), (0, 20), (20,)])
+@pytest.mark.parametrize("shape", [(3, 20), (64, 20), (65, 20), (2, 50, 20), (0, 20), (20,)])
 def test_several_weights(shape):
     states, weights, biases = (
         normal(*shape),

@@ -257,7 +257,9 @@ def test_a_file_of_another_shape_is_refused(tmp_path, capsys):
     path.write_text(json.dumps(result))
     assert main([*words, "--add"]) == 2
     assert "has shape 8b, not tiny" in capsys.readouterr().err
-    for broken in ({"environment": {}, "settings": {}, "parts": {}}, {**result, "parts": []}, []):
+    nowhere = {name: value for name, value in result["environment"].items() if name != "device"}
+    empty = dict.fromkeys(("environment", "settings", "parts"), {})
+    for broken in (empty, {**result, "environment": nowhere}, {**result, "settings": {}}, {**result, "parts": []}, []):
         path.write_text(json.dumps(broken))
         assert main([*words, "--add"]) == main(["--plot", str(path)]) == 2
         assert "is no result of this benchmark" in capsys.readouterr().err
