@@ -258,7 +258,7 @@ def test_a_file_of_another_shape_is_refused(tmp_path, capsys):
     assert main([*words, "--add"]) == 2
     assert "has shape 8b, not tiny" in capsys.readouterr().err
     nowhere = {name: value for name, value in result["environment"].items() if name != "device"}
-    empty = dict.fromkeys(("environment", "settings", "parts"), {})
+    empty = {name: {} for name in ("environment", "settings", "parts")}
     for broken in (empty, {**result, "environment": nowhere}, {**result, "settings": {}}, {**result, "parts": []}, []):
         path.write_text(json.dumps(broken))
         assert main([*words, "--add"]) == main(["--plot", str(path)]) == 2
